@@ -46,7 +46,7 @@ from megatron.core.mesh import build_mesh
 from megatron.core.optimizer.config import OptimizerConfig
 from megatron.core.optimizer.cpu_offloading.bucket import FsdpBucket
 from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDeviceOptimizer
-from megatron.core.optimizer.kernels.host_adam import HostAdam
+from megatron.core.optimizer.kernels.host_adam import Ticket
 from megatron.core.optimizer.state_memory import state_memory
 
 BENCHMARK = Benchmark(
@@ -101,7 +101,7 @@ def break_down(side: Side, batch: tuple[torch.Tensor, torch.Tensor]) -> dict[str
     side `in order`.
     """
     parts = [
-        (HostAdam, "run", "host pass"),
+        (Ticket, "wait", "host pass"),
         (FsdpBucket, "fetch", "gradients down"),
         (FsdpBucket, "send", "weights up"),
     ]

@@ -32,7 +32,7 @@ from megatron.core.mesh import build_mesh
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.training.engines import ModuleEngine, build_engine
 from megatron.training.step import Batch
-from megatron_hybrid.plan.answer import rows_of
+from megatron.training.step_memory import rows_of
 from megatron_hybrid.plan.measure import MeasuredRates, job_of, machine_of, rates_of_rank
 from megatron_hybrid.plan.planned_run import OFFLOADING, PlannedRun
 from megatron_hybrid.plan.step_time import step_time

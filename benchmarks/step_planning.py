@@ -68,7 +68,7 @@ class FirstLaunch:
 
     def __init__(self) -> None:
         self.seconds: float | None = None
-        for owner, name in ((HostAdam, "run"), (ThreadLane, "enqueue")):
+        for owner, name in ((HostAdam, "submit"), (ThreadLane, "enqueue")):
             self._wrap(owner, name)
 
     def reset(self) -> None:

@@ -20,6 +20,7 @@ import torch
 
 from megatron.core.device import Device, kind_of
 from megatron.core.dist_checkpointing.errors import CheckpointError
+from megatron.core.drivers import kernels_of
 from megatron.core.log import printable
 from megatron.core.materialize import materialize
 from megatron.core.models.hugging_face import OwnModel, build_model, description_of
@@ -188,7 +189,8 @@ def sample(
     tokens = list(prompt)
     for _ in range(num_new_tokens):
         context = torch.tensor([tokens[-context_length:]], device=device)  # [1, context]
-        logits = model(context)[0, -1, :num_tokens].float().cpu()  # [num_tokens]
+        with kernels_of(device).attention_of_varying_shapes():
+            logits = model(context)[0, -1, :num_tokens].float().cpu()  # [num_tokens]
         if not logits.isfinite().all():
             raise ValueError(
                 "Expected finite logits, got NaN or infinity: the weights or activations are not "

@@ -138,6 +138,8 @@ STAGES = (
         45,
         f"{_CORE}/optimizer/kernels/test_device_adam.py",
         f"{_CORE}/transformer/test_varlen_attention.py",
+        f"{_CORE}/transformer/test_attention_core.py",
+        f"{_CORE}/transformer/test_delta_rule.py",
         f"{_CORE}/test_host_memory.py",
     ),
     _tests("engine", 90, "tests/simulated_accelerator/test_engines_on_device.py"),

@@ -13,6 +13,9 @@ activations of two layers, whatever their number: a layer's forward starts when 
 the layer two before it have left, and its backward when at most the ones of the layer before are
 still coming.
 
+A link that is slower than a layer's forward makes each layer wait. Then fewer layers move: of every
+`k`, the first one, which may take the time of `k` layers down and up. The device holds the others.
+
 Memory of the host is one pinned slab, taken and given back as a stack: the last to go down comes up
 first. What finds no room there stays on the device.
 
@@ -32,13 +35,14 @@ from __future__ import annotations
 
 import copy
 import logging
+import math
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import fields, is_dataclass
 from types import MethodType
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -50,6 +54,7 @@ from megatron.core.host_memory import format_bytes
 from megatron.core.host_stack import HostPiece, HostStack
 from megatron.core.lane_timings import D2H, H2D, LaneTimings, NoTimings, Recorder, TimingRecorder
 from megatron.core.lanes import Event, Lane, is_lane_thread
+from megatron.core.spans import Span
 from megatron.core.timeline import AnyTimeline
 from megatron.core.trace_file import ACTIVATIONS
 
@@ -57,6 +62,8 @@ logger = logging.getLogger(__name__)
 
 SMALLEST_NBYTES = 1 << 16  # of a storage that moves
 _NUM_STAYING = 2  # layers, the last ones
+_NUM_WARM_UP = 1  # steps before the one that is measured
+COMPUTE = "compute"
 _SPOILED = (
     "Expected that what autograd has saved is not modified in place before backward, got a tensor "
     "that was."
@@ -67,7 +74,7 @@ class ActivationOffload:
     """Moves what layers save for backward to host memory, and back. The results are the same bits.
 
         offload = ActivationOffload(device, 32 << 30)
-        offload.attach(model.layers)
+        offload.attach(model.layers, fraction=0.5)
 
     See [Note: activation offload].
     """
@@ -114,6 +121,9 @@ class ActivationOffload:
         # Memory of the device that copies still write, although it is not read again.
         self._orphans: deque[tuple[Event, Tensor]] = deque()
         self._has_warned = False
+        self._stacks: list[_Stack] = []
+        self._spans: dict[str, list[Span]] | None = None  # until "auto" is decided
+        self._num_steps = 0
         # Whatever still copies is done before the memory of the host goes. At the end of the
         # process it goes anyway.
         weakref.finalize(self, _close, self._down, self._up, self._stack).atexit = False
@@ -128,7 +138,18 @@ class ActivationOffload:
         """The most of it that has been in use."""
         return self._stack.peak_nbytes
 
-    def attach(self, layers: Iterable[nn.Module], *, stays_at_end: bool = True) -> None:
+    @property
+    def num_moving(self) -> int:
+        """How many of the attached layers' activations move."""
+        return sum(stack.num_moving for stack in self._stacks)
+
+    def attach(
+        self,
+        layers: Iterable[nn.Module],
+        *,
+        stays_at_end: bool = True,
+        fraction: float | Literal["auto"] = 1.0,
+    ) -> None:
         """From now on forwards of these modules with gradients save in host memory.
 
         Args:
@@ -136,6 +157,9 @@ class ActivationOffload:
                 behind the first are taken to be shared by all layers, and stay.
             stays_at_end: whether the last two stay on the device; False if other layers come
                 behind them.
+            fraction: how many of the others move, from 0 to 1, evenly spread. "auto": all in the
+                first steps; once their times are known, as many as move while layers compute, and
+                those for which the device has no room.
 
         Raises:
             ValueError: for a layer that is attached already or comes twice; none is attached then.
@@ -147,13 +171,56 @@ class ActivationOffload:
             if any(layer is other for other in layers[:number]):
                 raise ValueError(f"Expected layers that differ, got layer {number} twice.")
 
+        if fraction == "auto":
+            self._spans, fraction = {COMPUTE: [], D2H: []}, 1.0
+        size = max(0, len(layers) - _NUM_STAYING) if stays_at_end else len(layers)
+        stack = _Stack(size, round(fraction * size))
+        self._stacks.append(stack)
         for number, layer in enumerate(layers):
-            stays = stays_at_end and number >= len(layers) - _NUM_STAYING
-            layer.forward = _OffloadedForward(self, layer, stays=stays)
+            layer.forward = _OffloadedForward(self, layer, stack, number)
 
     def end_step(self) -> None:
         """A step of training is over: `timings` are means over these."""
         self._step = self._timings.begin()
+        self._num_steps += 1
+        if self._spans is None:
+            return
+        seconds = [[span.seconds for span in spans] for spans in self._spans.values()]
+        self._spans = {COMPUTE: [], D2H: []}
+        if (
+            self._num_steps > _NUM_WARM_UP
+            and seconds[0]
+            and not any(None in one for one in seconds)
+        ):
+            self._spans = None
+            self._adapt(*(sum(filter(None, times)) for times in seconds))
+
+    def _measured(self, what: str) -> AbstractContextManager[Any]:
+        """A span of a layer's forward or of copies, while "auto" needs their times."""
+        if self._spans is None:
+            return nullcontext()
+        self._spans[what].append(span := self._device.span())
+        return span
+
+    def _adapt(self, compute: float, link: float) -> None:
+        """Has as many layers move as the link hides. Both times are of one step's forwards."""
+        movable = self.num_moving
+        hidden, needed = min(1.0, compute / link) if link else 1.0, 0.0
+        if movable and self._device.is_accelerator:
+            # The device must have room for what stays.
+            room = self._device.spare_memory_bytes() * movable // max(1, self.peak_nbytes)
+            needed = 1.0 if self._has_warned else 1.0 - room / movable
+        for stack in self._stacks:
+            of_room = math.ceil(needed * stack.size)
+            stack.num_moving = max(math.floor(hidden * stack.size), of_room)
+        logger.info(
+            "activations of %d of %d layers move: in a step's forwards all would take %.1f ms on "
+            "the link, and layers compute for %.1f ms",
+            self.num_moving,
+            movable,
+            1e3 * link,
+            1e3 * compute,
+        )
 
     def record_to(self, timeline: AnyTimeline) -> None:
         """Shows a timeline the lanes' work. RuntimeError without `records_timings`."""
@@ -165,7 +232,7 @@ class ActivationOffload:
 
     @contextmanager
     def saving(
-        self, kept: Callable[[], Iterable[Tensor]], *, stays: bool = False
+        self, kept: Callable[[], Iterable[Tensor]], *, stays: bool = False, window: int = 1
     ) -> Iterator[None]:
         """What autograd saves inside, of one layer, goes down while the next one computes.
 
@@ -173,28 +240,31 @@ class ActivationOffload:
             kept: the tensors, at the moment, that live anyway, and whose storages stay. It is asked
                 again and again: FSDP units within the layer have their full weights in turn.
             stays: whether all of it stays.
+            window: how many forwards of layers its way down may take.
         """
-        saving = self._begin(kept, stays=stays)
+        saving = self._begin(kept, stays=stays, window=window)
+        hooks = torch.autograd.graph.saved_tensors_hooks(saving.pack, _unpack)
         try:
-            with torch.autograd.graph.saved_tensors_hooks(saving.pack, _unpack):
+            with hooks, self._measured(COMPUTE):
                 yield
         finally:
             saving.end()
 
-    def _begin(self, kept: Callable[[], Iterable[Tensor]], *, stays: bool) -> _Saving:
-        """A layer starts: the one before goes down at the same time, and the one before that is
-        gone.
+    def _begin(self, kept: Callable[[], Iterable[Tensor]], *, stays: bool, window: int) -> _Saving:
+        """A layer starts: the one before goes down at the same time, and one whose window is over
+        is gone.
         """
         while self._orphans and self._orphans[0][0].is_done():
             self._orphans.popleft()
 
-        leaving, self._leaving = self._leaving, None
-        if leaving is not None:
+        if self._leaving is not None and self._leaving.is_due():
+            leaving, self._leaving = self._leaving, None
             leaving.leave()
         last = None if self._last is None else self._last()
         if last is not None and last.begin_to_leave():
             self._leaving = last
-        saving = _Saving(self, kept, last, stays=stays)
+        # Of the layers in a window, the last one's backward comes first, and brings it up.
+        saving = _Saving(self, kept, self._leaving, stays=stays, window=window)
         self._last = weakref.ref(saving)
         return saving
 
@@ -222,9 +292,12 @@ class ActivationOffload:
         if not moving:
             return None
 
+        measured = self._measured(D2H)
+
         def send() -> None:
-            for host, own in moving:
-                host.copy_(own, non_blocking=True)
+            with measured:
+                for host, own in moving:
+                    host.copy_(own, non_blocking=True)
 
         nbytes = sum(own.nbytes for _, own in moving)
         work = self._step.timed(D2H, send, nbytes, "activations")
@@ -273,12 +346,44 @@ class ActivationOffload:
             )
 
 
+class _Stack:
+    """Layers that run one after the other, of which some move.
+
+    Attributes:
+        size: how many may move; further ones, at the end, stay.
+        num_moving: how many do.
+    """
+
+    def __init__(self, size: int, num_moving: int) -> None:
+        self.size = size
+        self.num_moving = num_moving
+
+    @property
+    def window(self) -> int:
+        """How many layers compute while one moves."""
+        return self.size // max(1, self.num_moving)
+
+    def moves(self, number: int) -> bool:
+        """Whether the layer with this number moves: the first of each `size / num_moving`."""
+        return number < self.size and number * self.num_moving % self.size < self.num_moving
+
+
+def moving_layers(num_layers: int, fraction: float | Literal["auto"]) -> list[int]:
+    """The layers of a model, by number, that a fraction moves; "auto": in its first steps."""
+    size = max(0, num_layers - _NUM_STAYING)
+    stack = _Stack(size, size if fraction == "auto" else round(fraction * size))
+    return [number for number in range(size) if stack.moves(number)]
+
+
 class _OffloadedForward:
     """The new forward of an attached layer."""
 
-    def __init__(self, offload: ActivationOffload, layer: nn.Module, *, stays: bool) -> None:
+    def __init__(
+        self, offload: ActivationOffload, layer: nn.Module, stack: _Stack, number: int
+    ) -> None:
         self._offload = offload
-        self._stays = stays
+        self._stack = stack
+        self._number = number
         # Weak, and no bound method: the layer holds this.
         self._layer = weakref.ref(layer)
         self._own_forward = vars(layer).get("forward")
@@ -296,7 +401,9 @@ class _OffloadedForward:
         def kept() -> list[Tensor]:
             return [*_tensors_in(shared), *layer.parameters(), *layer.buffers()]
 
-        with self._offload.saving(kept, stays=self._stays):
+        stack = self._stack
+        stays = not stack.moves(self._number)
+        with self._offload.saving(kept, stays=stays, window=stack.window):
             return self._run(layer, *args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
@@ -323,9 +430,11 @@ class _Saving:
         previous: _Saving | None,
         *,
         stays: bool,
+        window: int,
     ) -> None:
         self._offload = offload
         self._stays = stays
+        self._window = window  # forwards that may start before it is gone
         self._previous = None if previous is None else weakref.ref(previous)
         self._find_kept: Callable[[], Iterable[Tensor]] | None = kept
         self._kept: set[int] = set()
@@ -376,6 +485,11 @@ class _Saving:
         self._held = dict(enumerate(alive))
         return True
 
+    def is_due(self) -> bool:
+        """A forward starts. Whether it must be gone by then."""
+        self._window -= 1
+        return self._window <= 0
+
     def leave(self) -> None:
         """Waits until the host has it, and frees the device's memory."""
         try:
@@ -389,7 +503,7 @@ class _Saving:
     # Backward
 
     def need(self) -> None:
-        """Backward needs it now, and the layer before's soon."""
+        """Backward needs it now, and one of the layers before soon."""
         if not self._is_needed:
             self._held.clear()
             self.come()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Literal
 
 from megatron.core.options import check_options, option
 
@@ -35,6 +36,14 @@ class ExecutionConfig:
 
     activation_offload: bool = option(
         False, "keep activations in host memory from forward until backward"
+    )
+    activation_offload_fraction: float | Literal["auto"] = option(
+        1.0,
+        "share of the layers whose activations are moved; auto: all in the first two steps, then "
+        "as many as are copied while layers compute",
+        at_least=0,
+        at_most=1,
+        no_effect_unless="activation_offload",
     )
     activation_offload_gib: float = option(
         8.0,

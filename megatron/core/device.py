@@ -11,9 +11,11 @@ import os
 import platform
 import resource
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -25,6 +27,7 @@ from megatron.core.options import ConfigError, expect
 from megatron.core.spans import ClockSpan, Origin, Span, StreamClock, StreamSpan
 
 _CPU = "cpu"
+_LEAST_RESERVE, _RESERVED_SHARE = 2 * 10**9, 0.05  # of an accelerator's memory
 _PCI_DEVICES = Path("/sys/bus/pci/devices")
 
 
@@ -72,6 +75,30 @@ class Device:
         """
         if self.is_accelerator:
             self._driver.prepare_collectives()
+
+    @contextmanager
+    def deterministic(self) -> Iterator[None]:
+        """While open, this process computes the same bits from the same input each time; what
+        cannot raises RuntimeError. Opened before the device is used; its libraries stay so.
+        """
+        if self.is_accelerator:
+            self._driver.prepare_determinism()
+        settings: Any = torch.utils.deterministic
+        before = (
+            torch.are_deterministic_algorithms_enabled(),
+            torch.is_deterministic_algorithms_warn_only_enabled(),
+            settings.fill_uninitialized_memory,
+        )
+        # Attention's backward adds up in any order where PyTorch would only warn.
+        torch.use_deterministic_algorithms(True, warn_only=False)
+        # Filling every new tensor takes time, and changes nothing that is written before it is
+        # read.
+        settings.fill_uninitialized_memory = False
+        try:
+            yield
+        finally:
+            is_on, warns, settings.fill_uninitialized_memory = before
+            torch.use_deterministic_algorithms(is_on, warn_only=warns)
 
     @property
     def _driver(self) -> Driver:
@@ -132,6 +159,18 @@ class Device:
         if self.is_accelerator:
             return self._driver.peak_memory_bytes(self.index)
         return peak_host_memory_bytes()
+
+    def memory_info(self) -> tuple[int, int]:
+        """Bytes of an accelerator's memory that no process uses, and of all of it."""
+        return self._driver.memory_info(self.index)
+
+    def spare_memory_bytes(self) -> int:
+        """Bytes of an accelerator's memory that may still be planned; 0 or less: none."""
+        free, total = self.memory_info()
+        reserve = reserve_of(total)
+        # A context, which is in use already, is in the reserve, too; half of it is for what will
+        # come.
+        return min(total - reserve, free - reserve // 2)
 
     def pin(self, address: int, nbytes: int) -> None:
         """Keeps mapped host memory in its place, so the device can copy from and to it directly.
@@ -208,6 +247,13 @@ class Device:
     def event(self) -> Event:
         """An event that is done when everything that this thread has issued so far is."""
         return StreamEvent(self._driver, self.index) if self.is_accelerator else ThreadEvent.done()
+
+
+def reserve_of(total: int) -> int:
+    """The bytes of an accelerator's memory that are not planned: a CUDA context, NCCL's buffers,
+    and memory that the allocator cannot join.
+    """
+    return max(_LEAST_RESERVE, int(_RESERVED_SHARE * total))
 
 
 def kind_of(name: str = "auto") -> str:

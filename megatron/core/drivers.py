@@ -20,11 +20,12 @@ import itertools
 import logging
 import os
 import resource
-from collections.abc import MutableMapping
-from contextlib import AbstractContextManager, suppress
+from collections.abc import Iterator, MutableMapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any
 
 import torch
+from torch.nn.attention import SDPBackend
 
 logger = logging.getLogger(__name__)
 
@@ -96,6 +97,11 @@ class Driver:
         """The most memory that tensors have held at once."""
         return int(self.module.max_memory_allocated(index))
 
+    def memory_info(self, index: int) -> tuple[int, int]:
+        """Bytes of memory that no process uses, and of all of it."""
+        free, total = self.module.mem_get_info(index)
+        return int(free), int(total)
+
     def rng_state(self, index: int) -> torch.Tensor:
         """The state of the random generator, uint8 on the CPU."""
         state: torch.Tensor = self.module.get_rng_state(index)
@@ -115,8 +121,30 @@ class Driver:
         """
         return FLASH_HEAD_DIM
 
+    def attention_of_varying_shapes(self) -> AbstractContextManager[None]:
+        """While open, PyTorch's attention uses no kernel that it builds for each batch size and
+        length.
+        """
+        return nullcontext()
+
+    def takes_two_widths(
+        self,
+        query: torch.Tensor,  # noqa: ARG002
+        key: torch.Tensor,  # noqa: ARG002
+        value: torch.Tensor,  # noqa: ARG002
+        dropout: float,  # noqa: ARG002
+        is_causal: bool,  # noqa: ARG002
+    ) -> bool:
+        """Whether PyTorch's attention has a kernel for these inputs, whose values are not as wide
+        as keys, that is as fast as FlashAttention.
+        """
+        return False
+
     def prepare_collectives(self) -> None:
         """See `Device.prepare_collectives`."""
+
+    def prepare_determinism(self) -> None:
+        """Has the kind's libraries give the same bits for the same input, before they are used."""
 
     # Pinned memory
 
@@ -168,8 +196,34 @@ class CudaDriver(Driver):
         has_little_shared_memory = (major == 8 and minor > 0) or major >= 12
         return 192 if has_little_shared_memory else FLASH_HEAD_DIM
 
+    @contextmanager
+    def attention_of_varying_shapes(self) -> Iterator[None]:
+        # PyTorch prefers cuDNN on Hopper and Blackwell. FlashAttention and the memory-efficient
+        # kernel remain.
+        was_enabled = torch.backends.cuda.cudnn_sdp_enabled()
+        torch.backends.cuda.enable_cudnn_sdp(False)
+        try:
+            yield
+        finally:
+            torch.backends.cuda.enable_cudnn_sdp(was_enabled)
+
+    def takes_two_widths(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        dropout: float,
+        is_causal: bool,
+    ) -> bool:
+        # PyTorch's own choice: it knows the widths, the device and the release of cuDNN.
+        chosen = torch._fused_sdp_choice(query, key, value, None, dropout, is_causal)
+        return chosen == SDPBackend.CUDNN_ATTENTION.value
+
     def prepare_collectives(self) -> None:
         leave_failures_to_watchdog()
+
+    def prepare_determinism(self) -> None:
+        choose_deterministic_algorithms()
 
     def pci_address(self, index: int) -> str | None:
         found = torch.cuda.get_device_properties(index)
@@ -253,6 +307,16 @@ def leave_failures_to_watchdog(environment: MutableMapping[str, str] = os.enviro
     environment.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "0")
 
 
+def choose_deterministic_algorithms(environment: MutableMapping[str, str] = os.environ) -> None:
+    """Has cuBLAS and NCCL add up in one order each time. The user's settings stay."""
+    # Streams that share a workspace of cuBLAS may get different algorithms each time. PyTorch
+    # refuses products without this setting.
+    environment.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    # Switches (NVLS) add in the order in which ranks arrive; a ring's order is fixed, and it has
+    # all collectives.
+    environment.setdefault("NCCL_ALGO", "Ring")
+
+
 _drivers: dict[str, Driver] = {}
 
 
@@ -266,6 +330,13 @@ def driver_of(kind: str) -> Driver:
     if kind not in _drivers:
         raise ValueError(f"Expected a device of kind cpu, {', '.join(_drivers)}, got {kind!r}.")
     return _drivers[kind]
+
+
+def kernels_of(device: torch.device) -> Driver:
+    """The driver of this device, to ask it about kernels. Other devices than accelerators have the
+    answers of `Driver`.
+    """
+    return _drivers.get(device.type) or Driver(device.type)
 
 
 def kinds_of_accelerators() -> list[str]:

@@ -56,7 +56,11 @@ def prepare_layers(
         records_timings=records_timings,
     )
     for number, stack in enumerate(stacks):
-        offload.attach(stack, stays_at_end=number == len(stacks) - 1)
+        offload.attach(
+            stack,
+            stays_at_end=number == len(stacks) - 1,
+            fraction=config.activation_offload_fraction,
+        )
     return offload
 
 

@@ -1,5 +1,5 @@
-"""How many ranks there are on this machine, which cores this one may use, and how many ranks share
-them; and the control groups that this process is in, where a container's limits are.
+"""Which machine this is, how many ranks there are on it, which cores this one may use, and how many
+ranks share them; and the control groups that this process is in, where a container's limits are.
 
 [Note: shared cores] The cores that a process may use (its affinity) may be shared with others. A
 container, or a Slurm job that torchrun divides, shows every rank the same cores, fewer than the
@@ -13,12 +13,19 @@ too many.
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
 CGROUPS = Path("/sys/fs/cgroup")
 OWN_CGROUPS = Path("/proc/self/cgroup")
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+
+def machine() -> str:
+    """Identifies this machine among others, also from within containers, where Linux does."""
+    return "".join(lines_of(_BOOT_ID)) or socket.gethostname()
 
 
 def local_world_size() -> int:

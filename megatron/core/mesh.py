@@ -5,6 +5,8 @@ and failures of process groups.
 from __future__ import annotations
 
 import os
+import weakref
+import zlib
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
@@ -14,7 +16,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import _get_default_group, _world
 
+from megatron.core import local_ranks
 from megatron.core.device import Device
+from megatron.core.issued_collectives import issuing
 from megatron.core.log import counted
 
 DATA_PARALLEL_AXIS = "dp"
@@ -157,6 +161,46 @@ def inherit_timeouts(group: dist.ProcessGroup) -> None:
         own, inherited = _backend(group, device), _backend(default, device)
         if hasattr(own, "_set_default_timeout") and hasattr(inherited, "options"):
             own._set_default_timeout(inherited.options._timeout)
+
+
+# By process group; None where a second one would gain nothing.
+_second_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup | None] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def second_group(group: dist.ProcessGroup, device: torch.device) -> dist.ProcessGroup | None:
+    """Another group of the ranks of `group`, the same one in every call; None if one machine has
+    them all. All of them must call it together.
+
+    A communicator of NCCL carries out one operation after the other, on whichever streams they are
+    issued. Two communicators overlap, and each takes its own buffers on the device, so within a
+    machine, where operations are short, there is only one.
+
+    Args:
+        device: this rank's.
+    """
+    if group not in _second_groups:
+        _second_groups[group] = _make_second_group(group, device)
+    return _second_groups[group]
+
+
+def _make_second_group(group: dist.ProcessGroup, device: torch.device) -> dist.ProcessGroup | None:
+    ranks = dist.get_process_group_ranks(group)
+    own = zlib.crc32(local_ranks.machine().encode())
+    extremes = torch.tensor([own, -own], device=device)
+    with issuing("all-reduce of the ranks' machines", extremes):
+        dist.all_reduce(extremes, dist.ReduceOp.MAX, group=group)
+    greatest, least = extremes.tolist()
+    # A new group has its ranks in ascending order.
+    if greatest == -least or ranks != sorted(ranks):
+        return None
+
+    made: dist.ProcessGroup = dist.new_group(
+        ranks, use_local_synchronization=True, group_desc="fsdp reductions"
+    )
+    inherit_timeouts(made)
+    return made
 
 
 def set_timeout(device: torch.device, timeout: timedelta) -> None:

@@ -209,6 +209,7 @@ class Field:
     scalar: type  # int, float, str or bool
     is_optional: bool
     is_list: bool
+    words: tuple[str, ...]  # admitted besides numbers
     default: Any  # dataclasses.MISSING if the user must give it
     option: Option
 
@@ -231,7 +232,7 @@ class Field:
             return "{%s}" % ",".join(map(str, self.option.choices))  # noqa: UP031  braces
         if self.option.is_pattern:
             return "N|LIST"
-        return self.option.metavar or self.scalar.__name__.upper()
+        return self.option.metavar or "|".join((self.scalar.__name__.upper(), *self.words))
 
     @property
     def expected(self) -> str:
@@ -241,6 +242,7 @@ class Field:
         else:
             limits = " and ".join(f"{sign} {bound}" for sign, _, bound in self._bounds())
             what = f"{_SCALARS[self.scalar]} {limits}".rstrip()
+            what = ", or ".join((what, *self.words))
         return f"a list, each {what}" if self.is_list else what
 
     def error(self, got: Any) -> ConfigError:
@@ -279,6 +281,8 @@ class Field:
         return [item]
 
     def _convert_scalar(self, value: Any) -> Any:
+        if value in self.words:
+            return value
         is_bool = isinstance(value, bool)
         if isinstance(value, self.scalar) and is_bool == (self.scalar is bool):
             return value
@@ -309,6 +313,8 @@ class Field:
             self._check_scalar(item, got=value)
 
     def _check_scalar(self, item: Any, got: Any) -> None:
+        if item in self.words:
+            return
         admitted: tuple[type, ...] = (int, float) if self.scalar is float else (self.scalar,)
         if not isinstance(item, admitted) or (isinstance(item, bool) and self.scalar is not bool):
             raise self.error(got)
@@ -437,12 +443,14 @@ def resolve_default(config: Any, name: str, value: Any) -> None:
         object.__setattr__(config, name, value)
 
 
-def _resolve(hint: Any) -> tuple[type, bool, bool]:
-    """A field's annotation -> (scalar type, may be None, is a list)."""
-    is_optional = False
+def _resolve(hint: Any) -> tuple[type, bool, bool, tuple[str, ...]]:
+    """A field's annotation -> (scalar type, may be None, is a list, texts that it admits)."""
+    is_optional, words = False, list[str]()
     if typing.get_origin(hint) in (typing.Union, types.UnionType):
-        (hint,) = (arg for arg in typing.get_args(hint) if arg is not type(None))
-        is_optional = True
+        given = typing.get_args(hint)
+        is_optional = types.NoneType in given
+        words = [word for arg in given for word in typing.get_args(arg) if _is_literal(arg)]
+        (hint,) = (arg for arg in given if arg is not types.NoneType and not _is_literal(arg))
 
     is_list = typing.get_origin(hint) is tuple
     if is_list:
@@ -452,4 +460,8 @@ def _resolve(hint: Any) -> tuple[type, bool, bool]:
         raise TypeError(
             f"Expected an option of type {sorted(t.__name__ for t in _SCALARS)}, got {hint!r}."
         )
-    return hint, is_optional, is_list
+    return hint, is_optional, is_list, tuple(words)
+
+
+def _is_literal(hint: Any) -> bool:
+    return typing.get_origin(hint) is typing.Literal

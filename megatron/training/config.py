@@ -81,6 +81,10 @@ class TrainingConfig:
     seed: int = option(
         1234, "seed of initial weights, data order and dropout", at_least=0, at_most=2**32 - 1
     )
+    deterministic_mode: bool = option(
+        False,
+        "compute the same bits each time on a GPU too, more slowly; what cannot is an error",
+    )
     eval_interval: int | None = option(
         None,
         "iterations between evaluations on the validation data (default: only after training)",
@@ -260,6 +264,27 @@ class LoggingConfig:
 
 
 @dataclass(frozen=True)
+class BatchSizes:
+    """How much a step computes, as far as it decides about its memory.
+
+    Attributes:
+        micro_batch_size: sequences of a rank in one forward.
+        global_batch_size: sequences of a step over all ranks; None: one microbatch a rank.
+        seq_length: tokens of a sequence.
+    """
+
+    micro_batch_size: int
+    seq_length: int
+    global_batch_size: int | None = None
+
+    def num_microbatches(self, data_parallel_size: int) -> int:
+        """Microbatches of each rank in a step."""
+        if self.global_batch_size is None:
+            return 1
+        return self.global_batch_size // (self.micro_batch_size * data_parallel_size)
+
+
+@dataclass(frozen=True)
 class EngineConfig:
     """An engine's part of a run's configuration (`RunConfig.engine`).
 
@@ -270,6 +295,7 @@ class EngineConfig:
         records_timings: whether an offloaded optimizer, and offloaded activations, record how long
             their lanes took.
         ckpt_format: of the checkpoints that it saves; None: the engine's own.
+        batch: needed by `optimizer_offload_fraction="auto"` only.
 
     Raises:
         ConfigError: for another compute dtype, or a format that does not exist.
@@ -284,6 +310,7 @@ class EngineConfig:
     records_timings: bool = False
     ckpt_format: str | None = None
     execution: ExecutionConfig = ExecutionConfig()
+    batch: BatchSizes | None = None
 
     def __post_init__(self) -> None:
         formats = (None, FSDP_DTENSOR, TORCH_DCP)
@@ -402,6 +429,11 @@ class RunConfig:
             or self.logging.profile_lanes is not None,
             ckpt_format=self.checkpoint.ckpt_format,
             execution=self.execution,
+            batch=BatchSizes(
+                self.training.micro_batch_size,
+                self.data.seq_length,
+                self.training.global_batch_size,
+            ),
         )
 
     def num_microbatches(self, data_parallel_size: int) -> int:

@@ -31,6 +31,7 @@ from megatron.core.dist_checkpointing.config import FSDP_DTENSOR, TORCH_DCP, Che
 from megatron.core.dist_checkpointing.errors import few
 from megatron.core.dist_checkpointing.store import expect_folder, open_store
 from megatron.core.distributed import megatron_fsdp, torch_fsdp2
+from megatron.core.distributed.fsdp.parameter_group import group_of
 from megatron.core.dtypes import DTYPES
 from megatron.core.host_memory import check_memory_on_all_ranks, format_bytes
 from megatron.core.layer_execution import check_execution, host_needs, prepare_layers
@@ -42,7 +43,7 @@ from megatron.core.optimizer.distrib_optimizer import (
     plan_offload,
 )
 from megatron.core.optimizer.lr_schedule import LRSchedule
-from megatron.core.optimizer.planned_memory import StateSettings, plan_memory
+from megatron.core.optimizer.planned_memory import plan_memory
 from megatron.core.optimizer.state_memory import format_state_memory
 from megatron.core.timeline import AnyTimeline
 from megatron.training.checkpoint.hf_weights import load_hf, save_hf
@@ -60,14 +61,9 @@ from megatron.training.step import (
     train_step,
     unmarked,
 )
+from megatron.training.step_memory import state_settings, with_known_fraction
 
 logger = logging.getLogger(__name__)
-
-
-def state_settings(config: EngineConfig, world_size: int, *, pins_memory: bool) -> StateSettings:
-    """The settings that determine the memory of weights, gradients and states."""
-    dtype = DTYPES[config.compute_dtype]
-    return StateSettings(config.optimizer, config.parallel, dtype, world_size, pins_memory)
 
 
 class ModuleEngine:
@@ -135,7 +131,8 @@ class ModuleEngine:
 
         check_execution(self.config.execution, self.device)
         num_parameters = sum(parameter.numel() for parameter in model.parameters())
-        config = self.config
+        config = with_known_fraction(self.config, model, self.device, self.mesh)
+        self.config = config
         plan = plan_offload(model, config.optimizer, by_module=self._shards_modules)
         self._shard(model, plan)
         optimizer = build_optimizer(
@@ -169,13 +166,14 @@ class ModuleEngine:
     def _log_what_was_built(self, num_parameters: int) -> None:
         config, optimizer, dtype = self.config, self.state.optimizer, self.config.compute_dtype
         logger.info(
-            "%d parameters, %s on %s, %s, %s",
+            "%d parameters, %s on %s, %s%s, %s",
             num_parameters,
             config.parallel.engine,
             counted(self.mesh.size(), "rank"),
             "fp32"
             if dtype == "fp32"
             else f"{dtype} compute over {config.optimizer.main_params_dtype} main weights",
+            "".join(f", gradients sent in {name}" for name in self._sent_dtypes()),
             self.device.description,
         )
 
@@ -187,6 +185,12 @@ class ModuleEngine:
             "memory of rank 0, at rest:\n%s",
             format_state_memory(optimizer.state_memory(self.model)),
         )
+
+    def _sent_dtypes(self) -> list[str]:
+        """The names of the dtypes in which ranks send each other gradients."""
+        groups = [group_of(own) for own in self.model.parameters() if own.requires_grad]
+        dtypes = {group.plan.sent_dtype for group in groups if group is not None}
+        return [name for name, dtype in DTYPES.items() if dtype in dtypes and self.mesh.size() > 1]
 
     def record_to(self, timeline: AnyTimeline) -> None:
         """From now on, shows a timeline what the lanes of engine and optimizer do, and what the
@@ -417,8 +421,8 @@ class ModuleEngine:
         """Raises HostMemoryError before weights are allocated, if host memory is too small."""
         needs = host_needs(self.config.execution, self.device)
         if plan is not None and plan.host_numel:
-            pins_memory = self.device.pins_host_memory
-            settings = state_settings(self.config, self.mesh.size(), pins_memory=pins_memory)
+            is_accelerator = self.device.is_accelerator
+            settings = state_settings(self.config, self.mesh.size(), is_accelerator=is_accelerator)
             planned = plan_memory(model, settings, plan, self.mesh.get_local_rank())
             needs = planned.host_needs + needs
         elif not needs:
@@ -445,6 +449,7 @@ class MegatronEngine(ModuleEngine):
             reset_parameters=seeded_reset(model, self.device.torch_device, config.seed),
             main_params_dtype=DTYPES[config.optimizer.main_params_dtype],
             offloaded=plan.names_on_host if plan else (),
+            pins_main_weights=config.optimizer.pins_states,
         )
 
 

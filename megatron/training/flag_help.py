@@ -55,6 +55,7 @@ GROUPS: dict[str, tuple[type[Any] | str, ...]] = {
         "pin_cpu_params",
         "host_threads",
         "activation_offload",
+        "activation_offload_fraction",
         "activation_offload_gib",
         "activation_offload_min_kib",
     ),

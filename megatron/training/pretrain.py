@@ -12,7 +12,7 @@ import os
 import socket
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -110,6 +110,7 @@ def pretrain(
     # The stop conditions outlive the watchdog, which may look late at a signal and must then still
     # find it handled.
     with (
+        device.deterministic() if config.training.deterministic_mode else nullcontext(),
         process_group(
             launch,
             device,

@@ -4,22 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 from bisect import bisect_left
 from dataclasses import dataclass
 from typing import Any
 
+from megatron.core.activation_offload import moving_layers
 from megatron.core.log import counted
-from megatron.core.optimizer.state_memory import COMPUTE, GRADIENTS, MAIN, SHOWN, StateBytes
+from megatron.core.optimizer.state_memory import StateBytes
 from megatron.core.options import ConfigError
-from megatron_hybrid.plan.planned_run import PlannedRun, RunMemory
+from megatron.training.step_memory import NEEDING_LESS, RunMemory, first_fitting, rows_of
+from megatron_hybrid.plan.planned_run import PlannedRun
 from megatron_hybrid.plan.quantities import shown_size
 from megatron_hybrid.plan.step_time import Machine, StepTime, step_time
 from megatron_hybrid.plan.workload import checkpoint_nbytes, flops_of_microbatch, work_of
-
-WHOLE_LAYERS, ACTIVATIONS, LOSS = "whole layers in use", "activations", "logits and loss"
-IN_BACKWARD = "gradients in backward"
-STATES = "optimizer states"  # of all names
-_WEIGHTS = (COMPUTE, MAIN, GRADIENTS, SHOWN[COMPUTE])
 
 
 @dataclass(frozen=True)
@@ -85,6 +83,19 @@ class Answer:
         return flops_of_microbatch(self.run) * self.run.num_microbatches / self.time.seconds
 
     @property
+    def activation_fraction(self) -> float | None:
+        """The largest activation offload fraction that costs nothing; None: no activations move, or
+        the machine's rates are unknown.
+        """
+        if self.time is None or not self.time.activations:
+            return None
+        num_layers = len(self.memory.activations.layers)
+        given = self.run.config.execution.activation_offload_fraction
+        moving, movable = (len(moving_layers(num_layers, one)) for one in (given, 1.0))
+        hidden = math.floor(moving * self.time.forward / self.time.activations)
+        return round(min(movable, hidden) / movable, 2)
+
+    @property
     def checkpoint_nbytes(self) -> int:
         return checkpoint_nbytes(self.run)
 
@@ -110,6 +121,7 @@ class Answer:
                 name: {"device": row.device, "host": row.host} for name, row in self.rows.items()
             },
             "loss_bytes": memory.activations.loss,
+            "largest_activation_fraction_that_is_hidden": self.activation_fraction,
             "device_bytes": memory.device_nbytes,
             "device_reserve_bytes": self.limits.device_reserve,
             "host_bytes": memory.host_nbytes,
@@ -119,6 +131,7 @@ class Answer:
                 "seconds": time.seconds,
                 "parts": time.parts,
                 "bound": time.bound,
+                "activation_copies": time.activations,
                 "tokens_per_second": self.tokens_per_second,
                 "flops_per_second": self.flops_per_second,
             },
@@ -151,7 +164,9 @@ def _answer(
 ) -> Answer:
     fits = _smallest_that_fits(run, limits)
     fraction, is_chosen = run.fraction, False
-    if not _fits(run, limits, fraction):
+    if run.must_choose and limits.device is None:
+        raise ConfigError("--optimizer-offload-fraction: expected --gpu-memory for auto, got none.")
+    if run.must_choose or not _fits(run, limits, fraction):
         if fraction is not None or fits is None:
             raise ConfigError(_refusal(run, limits, fits))
         fraction, is_chosen = fits, True
@@ -159,22 +174,6 @@ def _answer(
     time = None if machine is None else step_time(work_of(run, fraction), machine)
     hidden = None if machine is None else _largest_hidden(run, limits, machine)
     return Answer(run, limits, machine, disk_bytes, fraction, is_chosen, fits, hidden, time)
-
-
-def rows_of(memory: RunMemory) -> dict[str, StateBytes]:
-    """Returns bytes by kind, whose sum is the peak of a step."""
-    rows = dict.fromkeys((COMPUTE, MAIN, GRADIENTS), StateBytes(0, 0))
-    for name, row in memory.states.at_rest.items():
-        kind = name if name in _WEIGHTS else STATES
-        before = rows.get(kind, StateBytes(0, 0))
-        rows[kind] = StateBytes(before.device + row.device, before.host + row.host)
-
-    # If weights are whole at rest, as on one rank, only gradients come on top.
-    in_use = WHOLE_LAYERS if memory.in_use.root_weights else IN_BACKWARD
-    rows[in_use] = StateBytes(memory.whole_layers, 0)
-    rows[ACTIVATIONS] = StateBytes(memory.activations_on_device, memory.activations_room)
-    rows[LOSS] = StateBytes(memory.loss, 0)
-    return {name: row for name, row in rows.items() if any(row)}
 
 
 def _needs(run: PlannedRun, fraction: float | None) -> StateBytes:
@@ -194,14 +193,15 @@ def _fits(run: PlannedRun, limits: Limits, fraction: float | None) -> bool:
 
 def _smallest_that_fits(run: PlannedRun, limits: Limits) -> float | None:
     """Returns the smallest fraction that fits, or None."""
-    fractions, most = run.fractions, limits.device
-    # Device memory decreases as the fraction grows.
-    number = 0
-    if most is not None:
-        number = bisect_left(fractions, True, key=lambda one: _needs(run, one).device <= most)
-    if number == len(fractions) or not _fits(run, limits, fractions[number]):
+    number = _first_on_device(run, limits)
+    if number == len(run.fractions) or not _fits(run, limits, run.fractions[number]):
         return None
-    return fractions[number]
+    return run.fractions[number]
+
+
+def _first_on_device(run: PlannedRun, limits: Limits) -> int:
+    """Returns the index of the first fraction that fits the device, or their number."""
+    return first_fitting(run.fractions, limits.device, lambda one: _needs(run, one).device)
 
 
 def _largest_hidden(run: PlannedRun, limits: Limits, machine: Machine) -> float | None:
@@ -255,16 +255,9 @@ def _advice(run: PlannedRun, fits: float | None) -> str:
         return f"The smallest fraction that fits is {fits:g}."
     if run.refusal:
         return f"These flags do not offload: {run.refusal}"
-    return (
-        "No offload fraction fits: more ranks, shorter or fewer sequences a microbatch, "
-        "--recompute-granularity full or --activation-offload need less."
-    )
+    return f"No offload fraction fits. {NEEDING_LESS}"
 
 
 def _closest(run: PlannedRun, limits: Limits) -> float:
     """Returns the first fraction that fits the device, or the last one."""
-    fractions, most = run.fractions, limits.device
-    if most is None:
-        return fractions[0]
-    number = bisect_left(fractions, True, key=lambda one: _needs(run, one).device <= most)
-    return fractions[min(number, len(fractions) - 1)]
+    return run.fractions[min(_first_on_device(run, limits), len(run.fractions) - 1)]

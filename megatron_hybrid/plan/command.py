@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 
-from megatron.core.device import check_kind, kind_of
+from megatron.core.device import check_kind, kind_of, reserve_of
 from megatron.core.drivers import kinds_of_accelerators
 from megatron.core.host_memory import HostMemoryError
 from megatron.core.log import printable
@@ -34,8 +34,6 @@ from megatron_hybrid.plan.step_time import Machine
 from megatron_hybrid.plan.table import format_answer
 
 _EXIT_REFUSED = 2
-# A CUDA context, NCCL's buffers, and memory that the allocator cannot join: not planned.
-_LEAST_RESERVE, _RESERVED_SHARE = 2 * 10**9, 0.05
 _MOST_CHARACTERS = 4000  # of an error's line
 _RATES = ("flops", "link", "host_bandwidth")  # required for the time of a step
 
@@ -87,7 +85,7 @@ def _limits(arguments: argparse.Namespace, device_kind: str) -> Limits:
 
     if reserve is None:
         is_on_host = device_kind == "cpu"
-        reserve = 0 if is_on_host else max(_LEAST_RESERVE, int(_RESERVED_SHARE * device))
+        reserve = 0 if is_on_host else reserve_of(device)
     if reserve >= device:
         got = f"{shown_size(device)}, of which {shown_size(reserve)} are reserved (--gpu-reserve)"
         raise ConfigError(f"--gpu-memory: expected more than the reserve, got {got}.")

@@ -151,7 +151,7 @@ def _layer_nbytes(run: PlannedRun) -> int:
     """
     numels = [sum(p.numel() for p in unit.parameters()) for unit in sharding_units(run.model)]
     numels.append(run.model.vocab_size * run.spec.hidden_size)
-    itemsize = run.states(run.config).compute_dtype.itemsize
+    itemsize = run.microbatch.itemsize
     return max(numels) * (2 * torch.float32.itemsize + 2 * itemsize)
 
 

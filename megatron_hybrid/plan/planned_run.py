@@ -3,27 +3,29 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Sequence
 from functools import cached_property
 from itertools import pairwise
-from typing import NamedTuple
 
 import torch
 
-from megatron.core.distributed.units import sharding_units, units_of
-from megatron.core.models.gpt.activations import ActivationBytes, Microbatch, activation_bytes
+from megatron.core.models.gpt.activations import Microbatch
 from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.optimizer.config import AUTO
 from megatron.core.optimizer.cpu_offloading.plan import OffloadPlan
-from megatron.core.optimizer.distrib_optimizer import plan_offload
-from megatron.core.optimizer.planned_memory import PlannedMemory, StateSettings, plan_memory
 from megatron.core.options import ConfigError
 from megatron.core.parts import freeze, split_names
 from megatron.core.transformer.spec import ModelSpec
 from megatron.training.arguments import parse_config
 from megatron.training.checkpoint.hf_config import expect_model_folder, has_tokenizer
 from megatron.training.config import RunConfig
-from megatron.training.engines import state_settings
+from megatron.training.step_memory import (
+    RunMemory,
+    fractions_of,
+    memory_of,
+    microbatch_of,
+    offload_plan,
+)
 from megatron.training.tokenizer import build_tokenizer, padded_vocab_size
 
 OFFLOADING = (
@@ -39,68 +41,6 @@ _DEFAULTS = {
     "--seq-length": "4096",
     "--lr": "1e-4",
 }
-
-
-class InUse(NamedTuple):
-    """Bytes of whole weights and gradients, in addition to the states at rest.
-
-    Attributes:
-        root_weights: weights of the module that contains the layers: embedding and head, which are
-            whole during the step.
-        in_backward: these, their gradients, and weights and gradients of two layers: one is
-            gathered or reduced while the other computes.
-    """
-
-    root_weights: int
-    in_backward: int
-
-
-class RunMemory(NamedTuple):
-    """The memory of one rank at an offload fraction.
-
-    Attributes:
-        states: weights, gradients and the optimizer's states at rest.
-        activations: the activations of one microbatch.
-        activations_on_host: bytes of activations in host memory (--activation-offload).
-        activations_room: bytes of host memory for them.
-        in_use: whole weights and gradients of modules.
-    """
-
-    states: PlannedMemory
-    activations: ActivationBytes
-    activations_on_host: int
-    activations_room: int
-    in_use: InUse
-
-    @property
-    def activations_on_device(self) -> int:
-        kept = self.activations.kept - self.activations_on_host
-        return kept + self.activations.recomputed
-
-    @property
-    def device_nbytes(self) -> int:
-        """Bytes at the step's peak."""
-        on_top = self.whole_layers + self.loss
-        return self.states.device_nbytes + self.activations_on_device + on_top
-
-    @property
-    def peaks_at_loss(self) -> bool:
-        """Whether the peak is in the loss; otherwise it is in the backward of the last layer."""
-        return self.in_use.root_weights + self.activations.loss > self.in_use.in_backward
-
-    @property
-    def whole_layers(self) -> int:
-        """Bytes of whole weights and gradients at the peak."""
-        return self.in_use.root_weights if self.peaks_at_loss else self.in_use.in_backward
-
-    @property
-    def loss(self) -> int:
-        """Bytes of the loss at the peak."""
-        return self.activations.loss if self.peaks_at_loss else 0
-
-    @property
-    def host_nbytes(self) -> int:
-        return self.states.host_nbytes + self.activations_room
 
 
 class PlannedRun:
@@ -170,25 +110,24 @@ class PlannedRun:
 
     @property
     def fraction(self) -> float | None:
-        """The offload fraction of the flags; None: the optimizer is not offloaded."""
+        """The offload fraction of the flags; None: the optimizer is not offloaded, or the plan must
+        choose.
+        """
         optimizer = self.config.optimizer
-        return optimizer.optimizer_offload_fraction if optimizer.optimizer_cpu_offload else None
+        if not optimizer.optimizer_cpu_offload or self.must_choose:
+            return None
+        is_auto = optimizer.optimizer_offload_fraction == AUTO
+        return 0.0 if is_auto else optimizer.offload_fraction  # auto on the CPU
+
+    @property
+    def must_choose(self) -> bool:
+        """Whether a run with these flags chooses its fraction by the device's memory."""
+        is_auto = self.config.optimizer.optimizer_offload_fraction == AUTO
+        return is_auto and self.device_kind != "cpu"
 
     @property
     def microbatch(self) -> Microbatch:
-        config = self.config
-        return Microbatch(
-            config.training.micro_batch_size,
-            config.data.seq_length,
-            self.states(config).compute_dtype.itemsize,
-            self.device_kind,
-            exchanges_tokens=config.parallel.expert_model_parallel_size > 1,
-        )
-
-    def states(self, config: RunConfig) -> StateSettings:
-        """Returns the settings that determine the memory of weights, gradients and states."""
-        is_pinned = self.device_kind != "cpu"
-        return state_settings(config.engine(), self.world_size, pins_memory=is_pinned)
+        return microbatch_of(self.config.engine(), self.device_kind)
 
     def at(self, fraction: float | None) -> RunConfig:
         """Returns the config at an offload fraction; None: without offloading."""
@@ -216,89 +155,20 @@ class PlannedRun:
 
     def plan(self, fraction: float | None) -> OffloadPlan | None:
         """Returns the offload plan at a fraction."""
-        config = self.at(fraction)
-        by_module = bool(config.parallel.use_megatron_fsdp)
-        return plan_offload(self.model, config.optimizer, by_module=by_module)
+        return offload_plan(self.model, self.at(fraction).engine())
 
     def memory(self, fraction: float | None) -> RunMemory:
         """Returns the memory of the first rank, which is the largest, at a fraction."""
         key = (fraction is None, fraction or 0.0)
         if key not in self._memory:
-            self._memory[key] = self._counted(fraction)
+            config = self.at(fraction).engine()
+            self._memory[key] = memory_of(self.model, config, self.world_size, self.device_kind)
         return self._memory[key]
 
     @cached_property
     def fractions(self) -> list[float]:
-        """The fractions at which one more group is offloaded, in two digits where possible. The
-        last is 1. Empty if no group can be offloaded.
-        """
-        if self.offloaded is None:
-            return []
-        everything = self.plan(1.0)
-        assert everything is not None, "the optimizer is offloaded"
-        order = sorted(
-            range(len(everything.groups)),
-            key=lambda index: (not everything.groups[index].goes_first, -index),
-        )
-        held, shares = 0, [0.0]
-        for index in order:
-            held += everything.groups[index].numel
-            shares.append(held / everything.total_numel if everything.total_numel else 1.0)
-        shares[-1] = 1.0
-        found = [0.0, *(_shortest(low, high) for low, high in pairwise(shares) if high > low)]
-        return list(dict.fromkeys(found))
-
-    def _counted(self, fraction: float | None) -> RunMemory:
-        config = self.at(fraction)
-        states = plan_memory(self.model, self.states(config), self.plan(fraction))
-        granularity = config.model.recompute_granularity
-        activations = activation_bytes(
-            self.spec, self.model.vocab_size, self.microbatch, granularity
-        )
-        room = config.execution.nbytes_of_host
-        on_host = min(room, sum(activations.layers[:-2]))  # the last two stay
-        return RunMemory(states, activations, on_host, room, self._in_use(states, config))
-
-    def _in_use(self, states: PlannedMemory, config: RunConfig) -> InUse:
-        if not states.shards.units:
-            return self._tensors_in_use(config)
-        layers = sharding_units(self.model)
-        owners = {
-            module: number for number, layer in enumerate(layers) for module in layer.modules()
-        }
-
-        weights, gradients = [0] * len(layers), [0] * len(layers)
-        root_weights = root_gradients = partial = largest = 0
-        for unit, planned in zip(units_of(self.model), states.shards.units, strict=True):
-            for group in planned.groups:
-                partial += group.partial_grads_nbytes
-                numel = max(math.prod(parameter.shape) for parameter in group.parameters)
-                if group.requires_grad:
-                    largest = max(largest, numel // group.layout.num_blocks * group.dtype.itemsize)
-                if unit.module is self.model:
-                    root_weights += group.whole_weights_nbytes
-                    root_gradients += group.whole_grads_nbytes
-                else:
-                    weights[owners[unit.module]] += group.whole_weights_nbytes
-                    gradients[owners[unit.module]] += group.whole_grads_nbytes
-
-        of_layers = _largest_two(weights)
-        if not config.parallel.megatron_fsdp_reshard_after_forward:
-            of_layers = sum(weights)
-        # Sums of several microbatches wait for their reduction; those of one do not.
-        deferred = partial if self.num_microbatches > 1 else 0
-        # A gradient of autograd, before it is copied to its module's buffer.
-        of_backward = root_gradients + _largest_two(gradients) + largest + deferred
-        return InUse(root_weights, root_weights + of_layers + of_backward)
-
-    def _tensors_in_use(self, config: RunConfig) -> InUse:
-        """Returns the bytes for PyTorch FSDP2, which reduces gradients in fp32; 0 otherwise."""
-        if not config.parallel.use_torch_fsdp2:
-            return InUse(0, 0)
-        itemsize = self.states(config).compute_dtype.itemsize
-        layers = [sum(p.numel() for p in u.parameters()) for u in sharding_units(self.model)]
-        root, two = self.numel - sum(layers), _largest_two(layers)
-        return InUse(root * itemsize, (root + two) * (itemsize + torch.float32.itemsize))
+        """See `fractions_of`. Empty if the flags do not allow offloading."""
+        return [] if self.offloaded is None else fractions_of(self.model, self.offloaded.engine())
 
 
 def _model_on_meta(config: RunConfig) -> GPTModel:
@@ -339,17 +209,3 @@ def with_defaults(argv: Sequence[str]) -> list[str]:
             # config.json has the rows of the embedding.
             filled += ["--tokenizer-type", "NullTokenizer"]
     return filled
-
-
-def _largest_two(numbers: Sequence[int]) -> int:
-    return sum(sorted(numbers, reverse=True)[:2])
-
-
-def _shortest(low: float, high: float) -> float:
-    """Returns the largest decimal in (low, high] with the fewest digits, at least two."""
-    for digits in range(2, 17):
-        scale = 10.0**digits
-        rounded = int(high * scale) / scale
-        if low < rounded <= high:
-            return rounded
-    return high

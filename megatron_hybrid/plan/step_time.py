@@ -7,22 +7,15 @@
     step        the device's pass over the states on the device; then the remaining work of the
                 host, unless it overlaps with the next forward
 
-On a CPU device nothing overlaps, and times add up. Standard library only.
+On a CPU device nothing overlaps, and times add up. Does not import torch.
 """
 
 from __future__ import annotations
 
-import enum
 from dataclasses import dataclass
 from typing import NamedTuple
 
-
-class Overlap(enum.Enum):
-    """The parts of an offloaded optimizer's work that overlap with the computation."""
-
-    NONE = "nothing"
-    TRANSFERS = "transfers"  # --overlap-cpu-optimizer-d2h-h2d
-    FORWARD = "transfers and the next forward"  # --overlap-optimizer-with-forward too
+from megatron.core.optimizer.config import Overlap
 
 
 @dataclass(frozen=True)
@@ -57,6 +50,8 @@ class Work:
         host_pass: bytes that the optimizer reads and writes in host memory.
         device_pass: bytes that it reads and writes on the device.
         down, up: bytes of gradients copied to the host, and of weights copied back.
+        activations: bytes copied to the host in each forward, and back in its backward.
+        hides_activations: whether only as many are copied as the computation hides.
         gathered_forward, gathered_backward, reduced: bytes that the rank receives or sends in each
             microbatch.
         gathered_once, reduced_once: bytes that it receives or sends once a step.
@@ -71,6 +66,8 @@ class Work:
     device_pass: float = 0.0
     down: float = 0.0
     up: float = 0.0
+    activations: float = 0.0
+    hides_activations: bool = False
     gathered_forward: float = 0.0
     gathered_backward: float = 0.0
     reduced: float = 0.0
@@ -80,7 +77,7 @@ class Work:
     collectives_forward: int = 0
     collectives_backward: int = 0
     exchanges: int = 0
-    overlap: Overlap = Overlap.FORWARD
+    overlap: Overlap = Overlap.ALL
 
 
 @dataclass(frozen=True)
@@ -90,8 +87,11 @@ class StepTime:
     Attributes:
         compute: forward and backward of all microbatches.
         device_pass, host_pass, down, up, collectives: the time of each without overlap.
+        forward: the forward of one microbatch.
+        activations: copies of one microbatch's activations, one way.
         exposed_host: the computation's wait for the host's pass, or for weight copies if longer.
         exposed_link: the computation's wait for gradient copies.
+        exposed_activations: its wait for activation copies.
         exposed_collectives: the computation's wait for other ranks.
     """
 
@@ -101,8 +101,11 @@ class StepTime:
     down: float
     up: float
     collectives: float
+    forward: float
+    activations: float
     exposed_host: float
     exposed_link: float
+    exposed_activations: float
     exposed_collectives: float
 
     @property
@@ -116,7 +119,9 @@ class StepTime:
         return {
             "compute": self.compute,
             "host pass": 0.0 if is_of_link else self.exposed_host,
-            "link": self.exposed_link + (self.exposed_host if is_of_link else 0.0),
+            "link": self.exposed_link
+            + self.exposed_activations
+            + (self.exposed_host if is_of_link else 0.0),
             "device pass": self.device_pass,
             "interconnect": self.exposed_collectives,
         }
@@ -129,7 +134,7 @@ class StepTime:
 
     @property
     def hides_offloading(self) -> bool:
-        """Whether the computation never waits because of offloading."""
+        """Whether the computation never waits because the optimizer is offloaded."""
         return self.exposed_host == 0.0 and self.exposed_link == 0.0
 
 
@@ -148,6 +153,13 @@ def step_time(work: Work, machine: Machine, *, compute: float | None = None) -> 
 
     host_pass, device_pass = work.host_pass / machine.host_bytes, work.device_pass
     down, up = work.down / machine.link_bytes, work.up / machine.link_bytes
+    # One way at a time, and gradients and weights the other way.
+    activations = work.activations / machine.link_bytes
+    exposed_activations = max(0.0, activations - forward) + max(0.0, activations - backward)
+    if machine.device_is_host:
+        exposed_activations = 2 * activations
+    elif work.hides_activations:
+        exposed_activations = 0.0
     collectives = _Collectives.of(work, machine)
     first = max(forward, collectives.first_forward)
     last = max(backward, collectives.last_backward)
@@ -162,7 +174,10 @@ def step_time(work: Work, machine: Machine, *, compute: float | None = None) -> 
         up=up,
         collectives=collectives.seconds(work.num_microbatches),
         exposed_host=exposed_host,
+        forward=forward,
+        activations=activations,
         exposed_link=exposed_link,
+        exposed_activations=work.num_microbatches * exposed_activations,
         exposed_collectives=collectives.exposed(
             work.num_microbatches, forward, backward, device_is_host=machine.device_is_host
         ),
@@ -178,13 +193,13 @@ def _exposed_offload(
         first: seconds of the first forward, with its waits for collectives.
         last: seconds of the last backward, with its waits for collectives.
     """
-    if overlap is Overlap.NONE:
+    if not overlap.has_lanes:
         return host_pass, down + up
     # A group's weights are copied while the next one is updated.
     after_the_norm = max(host_pass, up)
-    if overlap is Overlap.FORWARD:
+    if overlap.in_forward:
         after_the_norm = max(0.0, after_the_norm - first)
-    return after_the_norm, max(0.0, down - last)
+    return after_the_norm, max(0.0, down - last) if overlap.in_backward else down
 
 
 class _Collectives(NamedTuple):

@@ -69,6 +69,9 @@ def _fractions(answer: Answer) -> list[str]:
         rows.append(("smallest offload fraction that fits", _fraction(answer.smallest_fitting)))
     if answer.machine is not None:
         rows.append(("largest one that costs nothing", _fraction(answer.largest_hidden)))
+        if answer.activation_fraction is not None:
+            of_activations = "largest activation offload fraction that costs nothing"
+            rows.append((of_activations, _fraction(answer.activation_fraction)))
     return [*_aligned(rows)]
 
 
@@ -83,6 +86,9 @@ def _step(answer: Answer) -> list[str]:
         if seconds or name == "compute"
     ]
     rows.append(("in all", shown_seconds(time.seconds), f"bound by {time.bound}"))
+    if time.activations:
+        copies = f"a microbatch's, each way, next to {shown_seconds(time.forward)} of forward"
+        rows.append(("activations", shown_seconds(time.activations), copies))
     rows.append(("tokens/s", f"{rate:,.0f}", f"{shown_rate(flops, 'FLOP/s')} a rank"))
     return [*_aligned(rows, left=(0, 2))]
 

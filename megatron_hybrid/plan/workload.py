@@ -13,7 +13,7 @@ from megatron.core.models.gpt.flops import num_floating_point_operations
 from megatron.core.optimizer.config import OptimizerConfig
 from megatron.core.optimizer.rules import rule_of
 from megatron_hybrid.plan.planned_run import PlannedRun
-from megatron_hybrid.plan.step_time import Overlap, Work
+from megatron_hybrid.plan.step_time import Work
 
 
 class _Part(NamedTuple):
@@ -47,7 +47,9 @@ def work_of(run: PlannedRun, fraction: float | None) -> Work:
         ),
         down=sum(part.numel * part.grad.itemsize for part in host),
         up=sum(part.numel * part.weight.itemsize for part in host),
-        overlap=_overlap(config.optimizer),
+        activations=run.memory(fraction).activations_on_host,
+        hides_activations=config.execution.activation_offload_fraction == "auto",
+        overlap=config.optimizer.overlap,
         **moved,
     )
 
@@ -69,7 +71,7 @@ def checkpoint_nbytes(run: PlannedRun) -> int:
     for parameter in run.model.parameters():
         itemsize = main
         if not parameter.requires_grad and run.config.parallel.use_megatron_fsdp:
-            itemsize = run.states(run.config).compute_dtype.itemsize
+            itemsize = run.microbatch.itemsize
         total += parameter.numel() * itemsize
         if parameter.requires_grad:
             total += parameter.numel() * _state_bytes(optimizer)
@@ -120,12 +122,6 @@ def _cast_bytes(part: _Part) -> int:
     return part.numel * (part.main.itemsize + part.weight.itemsize) if is_apart else 0
 
 
-def _overlap(optimizer: OptimizerConfig) -> Overlap:
-    if not optimizer.overlap_cpu_optimizer_d2h_h2d:
-        return Overlap.NONE
-    return Overlap.FORWARD if optimizer.overlap_optimizer_with_forward else Overlap.TRANSFERS
-
-
 def _traffic(run: PlannedRun, fraction: float | None) -> dict[str, Any]:
     """Returns the bytes and the numbers of this rank's collectives."""
     shards, config = run.memory(fraction).states.shards, run.at(fraction)
@@ -154,7 +150,7 @@ def _traffic(run: PlannedRun, fraction: float | None) -> dict[str, Any]:
 
     # PyTorch FSDP2 gathers in the compute dtype and reduces in fp32.
     others = run.numel * (run.world_size - 1) / run.world_size
-    gathered = others * run.states(config).compute_dtype.itemsize
+    gathered = others * run.microbatch.itemsize
     return {
         "gathered_forward": gathered,
         "gathered_backward": gathered,

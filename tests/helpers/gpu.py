@@ -16,8 +16,10 @@ from unittest import mock
 
 import torch
 
+from megatron.core.device import Device
 from megatron.core.lanes import Event, StreamLane
 
+_DETERMINISTIC = ExitStack()
 _LONGEST_PAUSE_CYCLES = 3_400_000  # about 2 ms
 _SYNC_WARNING = "called a synchronizing"  # of torch.cuda.set_sync_debug_mode
 
@@ -41,10 +43,8 @@ def prepare_rank(rank: int, world_size: int) -> None:
     count = torch.cuda.device_count()
     if world_size > count:
         os.environ.update(shared_gpu_environment(rank), LOCAL_RANK=str(rank % count))
-    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    # Filling fresh memory would hide work that reads it too early.
-    torch.utils.deterministic.fill_uninitialized_memory = False
+    # For as long as the rank lives. Memory is not filled, which would hide too early reads.
+    _DETERMINISTIC.enter_context(Device("cuda").deterministic())
 
 
 @contextmanager

@@ -72,7 +72,7 @@ MEMBERS: dict[str, tuple[str, ...]] = {
     "megatron.core.transformer.config": ("TransformerConfig",),
     "megatron.training.checkpoint.dcp_import": ("load_dcp",),
     "megatron.training.checkpoint.hf_weights": ("load_hf", "save_hf"),
-    "megatron.training.config": ("EngineConfig",),
+    "megatron.training.config": ("BatchSizes", "EngineConfig"),
     "megatron.training.engine": ("SaveLoadMeta",),
     "megatron.training.engines": (
         "FSDPEngine",

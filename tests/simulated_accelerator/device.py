@@ -68,6 +68,7 @@ class Settings:
         queue_depth: pieces of work that a stream takes before a launch waits.
         patience_ms: after this time a stream that comes last runs unawaited, since another rank
             may wait for it.
+        memory_bytes: what each device says that it has; allocations beyond it succeed.
     """
 
     schedule: Schedule = Schedule.PAUSES
@@ -76,6 +77,7 @@ class Settings:
     seed: int = 0
     queue_depth: int = 1024
     patience_ms: int = 200
+    memory_bytes: int = 64 << 30
 
 
 _current = Settings()
@@ -260,6 +262,10 @@ def _make_module() -> types.ModuleType:
     module.memory_allocated = lambda device=None: _sim.allocated_bytes(_index(device))
     module.memory_reserved = module.max_memory_reserved = lambda device=None: _sim.reserved_bytes(
         _index(device)
+    )
+    module.mem_get_info = lambda device=None: (
+        _current.memory_bytes - _sim.reserved_bytes(_index(device)),
+        _current.memory_bytes,
     )
     module.reset_peak_memory_stats = lambda device=None: _sim.reset_peak(_index(device))
     return module

@@ -4,6 +4,7 @@ grows.
 
 from __future__ import annotations
 
+import functools
 import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -32,7 +33,7 @@ NUM_GROUPS = 4  # three layers, and the rest of the model
 IN_FP32 = ["zero3 fp32", "zero1 fp32"]
 IN_BF16 = [name for name, case in CASES.items() if case.dtype == "bf16" and name != "fp16 moments"]
 # Together these use every lane. `test_checkpoints_on_device.py` trains with fp16 moments.
-SOME = ["zero3 fp32", "hsdp", "offload forward half", "activations recomputed"]
+SOME = ["zero3 fp32", "hsdp", "offload forward half", "offload streamed", "activations recomputed"]
 ON_ONE_RANK = [
     name for name, case in CASES.items() if case.parallel.num_distributed_optimizer_instances == 1
 ]
@@ -73,8 +74,11 @@ def _looking(kind: str) -> Iterator[Callable[[], Seen]]:
     yield look
 
 
-def _on_cpu(names: list[str]) -> dict[str, Course]:
-    return {name: engines.train(engines.make_engine(name, "cpu"), "cpu", STEPS) for name in names}
+def _on_cpu(names: list[str], length: int) -> dict[str, Course]:
+    return {
+        name: engines.train(engines.make_engine(name, "cpu"), "cpu", STEPS, length=length)
+        for name in names
+    }
 
 
 def _on_device(
@@ -98,10 +102,29 @@ def _on_device(
     return courses, seen, used
 
 
+Expected = Callable[[str], dict[str, Course]]
+
+
+def _sent_dtypes(kind: str) -> list[str]:
+    return engines.make_engine("zero3", kind)._sent_dtypes()
+
+
+@pytest.mark.sim
+def test_the_log_says_that_accelerators_send_gradients_in_fp32():
+    assert run_ranks(2, _sent_dtypes, "cpu") == [["bf16"]] * 2
+    assert run_ranks(2, _sent_dtypes, "sim", device="sim") == [["fp32"]] * 2
+    assert run_ranks(1, _sent_dtypes, "sim", device="sim") == [[]]
+
+
 @pytest.fixture(scope="module")
-def expected() -> dict[str, Course]:
-    """What training in fp32 comes to on two ranks of the CPU."""
-    return run_ranks(2, _on_cpu, IN_FP32, timeout=LIMIT)[0]
+def expected() -> Expected:
+    """expected(kind) -> what training in fp32 comes to on two ranks of the CPU, with its batches"""
+
+    @functools.cache
+    def courses(length: int) -> dict[str, Course]:
+        return run_ranks(2, _on_cpu, IN_FP32, length, timeout=LIMIT)[0]
+
+    return lambda kind: courses(engines.seq_length(kind))
 
 
 def check(
@@ -188,14 +211,14 @@ def check_steps(name: str, steps: list[Seen], is_simulated: bool) -> None:
 def test_training_on_the_device_gives_the_numbers_of_the_cpu_with_one_wait_a_step(
     behaviour, expected
 ):
-    check(SOME, behaviour, expected)
+    check(SOME, behaviour, expected(behaviour.kind))
 
 
 @pytest.mark.wide
 @these_behaviours(LANES_LAST, WITH_PAUSES, GPU_WITH_PAUSES)
 @pytest.mark.parametrize("name", [name for name in CASES if name not in SOME])
 def test_every_other_way_to_train(name, behaviour, expected):
-    check([name], behaviour, expected)
+    check([name], behaviour, expected(behaviour.kind))
 
 
 @pytest.mark.parametrize(

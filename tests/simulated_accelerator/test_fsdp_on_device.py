@@ -9,6 +9,7 @@ import io
 import itertools
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
@@ -20,6 +21,8 @@ import torch.distributed.fsdp as fsdp2
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
+import megatron.core.mesh as meshes
+from megatron.core import local_ranks
 from megatron.core.device import Device
 from megatron.core.distributed.fsdp import (
     FsdpContext,
@@ -27,9 +30,11 @@ from megatron.core.distributed.fsdp import (
     collectives,
     fully_shard,
     fully_shard_context,
+    microbatch,
+    parameter_grouping,
 )
 from megatron.core.distributed.fsdp.parameter_group import FsdpParameterGroup
-from megatron.core.distributed.fsdp.precision import OffloadPolicy
+from megatron.core.distributed.fsdp.precision import MixedPrecisionPolicy, OffloadPolicy
 from megatron.core.dtensors import local_tensor
 from megatron.core.lanes import Event, relay
 from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDeviceOptimizer
@@ -275,6 +280,157 @@ def test_optimizers_of_pytorch_step_lists_by_default_as_on_plain_parameters(stra
     assert found == [(True, True)] * 2
 
 
+def _gathers_during_a_reduction(num_machines: int) -> tuple[bool, bool]:
+    """Whether gathers of a backward are done while its first reduction has not started, and whether
+    the gradients are right in the end.
+    """
+    import tests.simulated_accelerator.device as sim
+
+    with pytest.MonkeyPatch.context() as patch:
+        # Ranks of other tests have the same process group, on one machine.
+        patch.setattr(meshes, "_second_groups", weakref.WeakKeyDictionary())
+        patch.setattr(local_ranks, "machine", lambda: str(dist.get_rank() % num_machines))
+        model, context = shard("optim_grads_params")
+    model(own_batch()).sum().backward()
+    expected = [parameter.grad.to_local().clone() for parameter in model.parameters()]
+    model.zero_grad()
+    torch.accelerator.synchronize()
+
+    loss = model(own_batch()).sum()
+    gathers = context.gather_lane._stream
+    with sim.held(context.reduce_lane._stream):
+        loss.backward()
+        # All ranks have issued everything: a gather that still waits, waits for the reduction.
+        compared = torch.zeros(1)
+        dist.all_reduce(compared)
+        deadline = time.monotonic() + (PATIENCE if num_machines > 1 else 0)
+        while not gathers.query() and time.monotonic() < deadline:
+            time.sleep(0.001)
+        is_done = gathers.query()
+    torch.accelerator.synchronize()
+    found = [parameter.grad.to_local() for parameter in model.parameters()]
+    return is_done, all(map(torch.equal, found, expected))
+
+
+@pytest.mark.parametrize("num_machines", [1, 2])
+def test_gathers_overlap_reductions_between_machines_and_follow_them_within_one(num_machines):
+    is_overlapped = num_machines > 1
+    found = run_ranks(2, _gathers_during_a_reduction, num_machines, device="sim")
+    assert found == [(is_overlapped, True)] * 2
+
+
+class Unlike(nn.Module):
+    """Rows of 6, 10 and 1 elements: three groups where any padding is too much."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(6, 10), nn.Linear(10, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+def _parts(kind: str, strategy: str, splits: bool) -> tuple[list[Any], int]:
+    """(this rank's gradients and weights, the collectives of two microbatches and a step)."""
+    torch.manual_seed(0)
+    device = torch.device("cpu") if kind == "cpu" else this_device().torch_device
+    model = nn.Sequential(*[Unlike() for _ in range(2)]).to(device)
+    mesh = init_device_mesh(kind, (dist.get_world_size(),))
+    group = mesh.get_group()
+    with pytest.MonkeyPatch.context() as patch:
+        if splits:
+            patch.setattr(parameter_grouping, "_MAX_PADDING_SHARE", 0.0)
+            patch.setattr(parameter_grouping, "_MIN_PADDING_NUMEL", 0)
+        with fully_shard_context(device) as context:
+            for layer in model:
+                fully_shard(layer, mesh, Placements.for_strategy(strategy))
+    assert [len(layer.parameter_groups) for layer in model] == [3 if splits else 1] * 2
+
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    backend = None if kind == "cpu" else group._get_backend(device)
+    for _ in range(2):
+        before = backend.num_issued if backend else 0
+        for number in range(2):
+            with microbatch(context, is_last=number == 1):
+                x = torch.full((4, 6), 0.1 * (1 + number + dist.get_rank()), device=device)
+                model(x).square().mean().backward()
+        gradients = [parameter.grad.full_tensor().cpu() for parameter in model.parameters()]
+        num_issued = backend.num_issued - before - len(gradients) if backend else 0
+        optimizer.step()
+        optimizer.zero_grad()
+    weights = [parameter.full_tensor().cpu() for parameter in model.parameters()]
+    return [tensor.tolist() for tensor in (*gradients, *weights)], num_issued
+
+
+@pytest.mark.parametrize("strategy", ["optim", "optim_grads", "optim_grads_params"])
+def test_the_parts_of_a_unit_are_gathered_and_reduced_by_as_many_collectives_as_a_whole_unit(
+    strategy,
+):
+    expected = [run_ranks(2, _parts, "cpu", strategy, splits)[0] for splits in (False, True)]
+    assert expected[0] == expected[1]
+    whole, split = (
+        run_ranks(2, _parts, "sim", strategy, splits, device="sim")[0] for splits in (False, True)
+    )
+    assert whole[0] == split[0]
+    assert whole[1] == split[1] > 0
+    close = {"rtol": 1e-5, "atol": 1e-6}
+    for found, on_cpu in zip(split[0], expected[0][0], strict=True):
+        torch.testing.assert_close(torch.tensor(found), torch.tensor(on_cpu), **close)
+
+
+PEAK_DIM = 512
+
+
+def _peak(dtypes: tuple[torch.dtype, ...], strategy: str) -> tuple[int, int]:
+    """The most memory of forward and backward in addition to the memory at rest: (planned,
+    measured).
+    """
+    torch.manual_seed(0)
+    layers = [
+        nn.ModuleList(nn.Linear(PEAK_DIM, PEAK_DIM, bias=False) for _ in range(3)) for _ in range(4)
+    ]
+    device = this_device().torch_device
+    model = nn.ModuleList(layers).to(device)
+    mesh = init_device_mesh("sim", (dist.get_world_size(),))
+    policy = MixedPrecisionPolicy(torch.float32, *dtypes, compute_dtype=torch.bfloat16)
+    with fully_shard_context(device) as context:
+        for layer in model:
+            layer.forward = nn.Sequential(*layer).forward
+            fully_shard(layer, mesh, Placements.for_strategy(strategy), policy)
+
+    def step() -> None:
+        for is_last in (False, True):
+            with microbatch(context, is_last):
+                x = torch.ones(1, PEAK_DIM, device=device, dtype=torch.bfloat16)
+                for layer in model:
+                    x = layer(x)
+                x.sum().backward()
+        torch.sim.synchronize()
+
+    step()
+    at_rest = torch.sim.memory_allocated()
+    torch.sim.reset_peak_memory_stats()
+    step()
+    measured = torch.sim.max_memory_allocated() - at_rest
+
+    plan = model[0].parameter_groups[0].plan
+    one_gradient = PEAK_DIM**2 * plan.dtype.itemsize
+    planned = 2 * (plan.whole_weights_nbytes + plan.whole_grads_nbytes) + one_gradient
+    planned += len(layers) * plan.partial_grads_nbytes + plan.reduction_nbytes
+    return planned, measured
+
+
+@pytest.mark.parametrize("strategy", ["optim", "optim_grads_params"])
+@pytest.mark.parametrize(
+    "dtypes",
+    [(torch.float32,), (torch.bfloat16,), (torch.float32, torch.bfloat16)],
+    ids=["fp32", "bf16", "fp32 sent in bf16"],
+)
+def test_gradients_take_the_planned_memory_until_they_are_reduced(dtypes, strategy):
+    for planned, measured in run_ranks(2, _peak, dtypes, strategy, device="sim"):
+        assert 0.95 * planned < measured <= 1.01 * planned
+
+
 def _over_one_rank() -> None:
     def unused(*_: Any, **__: Any) -> None:
         raise AssertionError("a collective of the backend over one rank")
@@ -283,6 +439,7 @@ def _over_one_rank() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(collectives, "_all_gather_on_device", unused)
         patch.setattr(collectives, "_reduce_scatter_on_device", unused)
+        patch.setattr(collectives, "_DIVIDED_NUMEL", 300)  # several pieces
         for dtypes in itertools.product((torch.float32, torch.bfloat16), repeat=2):
             for divisor, accumulates in itertools.product((1.0, 3.0), (False, True)):
                 whole = torch.randn(1000, generator=generator).to(dtypes[0])

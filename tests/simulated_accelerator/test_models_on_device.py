@@ -128,7 +128,8 @@ def _course(
             lr_multipliers=() if name == "documents" else ("vision=0.5",),
         ),
         LRScheduleConfig(lr=1e-2, lr_decay_style="constant"),
-        DataParallelConfig(main_grads_dtype="bf16"),
+        # By default accelerators would add fp32 gradients up before they are rounded.
+        DataParallelConfig(main_grads_dtype="bf16", megatron_fsdp_grad_comm_dtype="bf16"),
         train_iters=STEPS,
         execution=execution,
     )

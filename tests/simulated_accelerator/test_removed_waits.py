@@ -84,6 +84,42 @@ def _gradients_that_come_late(case: str, without: str | None) -> float:
     return engine.eval_batch(engines.batches(8, "sim"), engines.forward_step)
 
 
+def _updates_that_come_late(case: str, without: str | None) -> float:
+    """The loss after a step whose update on the device comes after its states could be back in host
+    memory.
+    """
+    with recorded_lanes() as lanes:
+        engine = engines.make_engine(case, "sim")
+    engines.train(engine, "sim", range(1))
+    engine.state.optimizer.synchronize()
+
+    with (
+        _without(without),
+        _held_until_delivered(engine, lanes["optimizer states update"], without),
+    ):
+        engine.train_batch(engines.batches(7, "sim"), engines.forward_step)
+    engine.train_batch(engines.batches(8, "sim"), engines.forward_step)
+    return engine.eval_batch(engines.batches(9, "sim"), engines.forward_step)
+
+
+def _updates_on_the_host_after_the_device(case: str, without: str | None) -> float:
+    """The loss after a step of the host over states that are not back yet from the device."""
+    with recorded_lanes() as lanes:
+        engine = engines.make_engine(case, "sim")
+    engines.train(engine, "sim", range(1))
+    engine.state.optimizer.synchronize()
+
+    with (
+        _without(without),
+        _held_until_delivered(engine, lanes["optimizer states down"], without),
+    ):
+        engine.train_batch(engines.batches(7, "sim"), engines.forward_step)
+        for bucket in engine.state.optimizer.optimizer._sides.host_side.buckets:
+            bucket.is_streamed = False
+        engine.train_batch(engines.batches(8, "sim"), engines.forward_step)
+    return engine.eval_batch(engines.batches(9, "sim"), engines.forward_step)
+
+
 def _reductions_that_come_late(case: str, without: str | None) -> float:
     """The loss after a step whose gradients are reduced long after they could have come down."""
     import tests.simulated_accelerator.device as sim
@@ -139,6 +175,8 @@ SCENES = {
     "of the backward for activations": ("activations", LANES_LAST),
     "of the reduction for the backward": ("zero3", DEFAULT_LAST),
     "of the gradients' memory for their reduction": ("zero3", LANES_LAST),
+    "of the states' way up for their slot": ("offload streamed", LANES_LAST),
+    "of the device's update for the states": ("offload streamed", LANES_LAST),
 }
 BY_DEFAULT = "of the gather for the computation"
 HELD = {
@@ -148,11 +186,26 @@ HELD = {
     ),
     "of the host for the gradients": (_gradients_that_come_late, "offload forward half"),
     "of the weights' way up for the computation": (_forward_before_the_step, "offload zero1"),
+    "of the device's update for the computation": (
+        _forward_before_the_step,
+        "offload streamed half",
+    ),
+    "of the host's update for the states' way down": (
+        _updates_on_the_host_after_the_device,
+        "offload streamed half",
+    ),
+    "of the states' way down for the device's update": (
+        _updates_that_come_late,
+        "offload streamed",
+    ),
 }
 
 
-def test_every_wait_has_a_scene():
+def test_every_wait_has_a_scene_and_is_where_it_is_removed():
     assert {*SCENES, *HELD} == set(REMOVALS)
+    for wait in REMOVALS:
+        with removed(wait):
+            pass  # otherwise a training without the wait would end with this error, and differ
 
 
 @pytest.mark.parametrize(

@@ -54,7 +54,8 @@ class DataParallelConfig:
     )
     megatron_fsdp_grad_comm_dtype: str = option(
         "auto",
-        "dtype in which gradients are reduced; auto: that of the main gradients",
+        "dtype in which gradients are reduced; auto: fp32 on several accelerators, that of the "
+        "main gradients on CPUs",
         choices=(*FLOAT_NAMES, "auto"),
         no_effect_unless="use_megatron_fsdp",
     )

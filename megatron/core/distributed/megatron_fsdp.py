@@ -69,6 +69,7 @@ def shard_model(
     reset_parameters: Callable[[nn.Module], None],
     main_params_dtype: torch.dtype = torch.float32,
     offloaded: Collection[str] = (),
+    pins_main_weights: bool = False,
 ) -> None:
     """Shards `model` in place: one module for each mixture's experts, one for each layer without
     these, one for what remains (embedding, head). With expert parallelism, experts are divided over
@@ -83,6 +84,7 @@ def shard_model(
         main_params_dtype: dtype of the main weights.
         offloaded: names of the units whose main weights are in host memory from the start; see
             `units_of`.
+        pins_main_weights: whether those are in page-locked memory.
     """
     cuts = cuts_of(config, mesh.size())
     policy = policy_of(config, compute_dtype, main_params_dtype)
@@ -106,7 +108,7 @@ def shard_model(
                 reshard_after_forward=(
                     config.megatron_fsdp_reshard_after_forward and unit.module is not model
                 ),
-                offload_policy=OffloadPolicy(main_weights_on_host=unit.name in offloaded),
+                offload_policy=OffloadPolicy(unit.name in offloaded, pins_main_weights),
             )
 
     if expert_mesh is not None:

@@ -19,6 +19,7 @@ from megatron.core.distributed.fsdp.parameter_grouping import (
     owned_parameters,
     plan_groups,
 )
+from megatron.core.distributed.fsdp.precision import OffloadPolicy
 from megatron.core.distributed.megatron_fsdp import cuts_of, policy_of
 from megatron.core.distributed.units import units_of
 
@@ -56,8 +57,10 @@ def plan_shards(
     compute_dtype: torch.dtype,
     main_params_dtype: torch.dtype = torch.float32,
     offloaded: Collection[str] = (),
+    is_accelerator: bool = False,
 ) -> ShardPlan:
-    """Plans what `shard_model` does. Takes its arguments, for as many ranks.
+    """Plans what `shard_model` does. Takes its arguments, for as many ranks, and whether their
+    devices are accelerators.
 
     Raises:
         ValueError, TypeError: for parameters that it would reject.
@@ -76,7 +79,8 @@ def plan_shards(
             cut.mesh_shape,
             lambda _: policy,
             cut.grad_divisor,
-            is_on_host=unit.name in offloaded,
+            OffloadPolicy(main_weights_on_host=unit.name in offloaded),
+            is_accelerator=is_accelerator,
         )
         units.append(UnitPlan(unit.name, tuple(group for group, _ in planned)))
         sharded.add(unit.module)

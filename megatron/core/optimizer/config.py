@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import enum
 from dataclasses import dataclass
+from typing import Literal
 
 from megatron.core.dtype_names import FLOAT_NAMES, STATE_NAMES, UNSCALED_STATE_NAMES
 from megatron.core.options import check_options, expect, given_options, option, options_of
@@ -10,7 +12,27 @@ from megatron.core.parts import parse_factors
 
 # megatron-core's two: of --optimizer-offload-fraction, and of `HybridDeviceOptimizer`.
 DEFAULT_RUN_FRACTION, DEFAULT_OPTIMIZER_FRACTION = 1.0, 0.5
+AUTO: Literal["auto"] = "auto"  # a fraction that the engine chooses
 _DTYPE_OPTIONS = ("main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
+
+
+class Overlap(enum.Enum):
+    """What overlaps with the work of an offloaded optimizer; the combinations that there are.
+
+    Attributes:
+        has_lanes: transfers overlap with the update.
+        in_backward: gradients go down during the backward.
+        in_forward: the update overlaps with the next forward.
+    """
+
+    NONE = (False, False, False)
+    TRANSFERS = (True, False, False)
+    FETCH = (True, True, False)
+    FORWARD = (True, False, True)
+    ALL = (True, True, True)
+
+    def __init__(self, has_lanes: bool, in_backward: bool, in_forward: bool) -> None:
+        self.has_lanes, self.in_backward, self.in_forward = has_lanes, in_backward, in_forward
 
 
 @dataclass(frozen=True)
@@ -131,10 +153,10 @@ class OptimizerConfig:
     optimizer_cpu_offload: bool = option(
         False, "keep main weights and optimizer states in host memory, and update them on the CPU"
     )
-    optimizer_offload_fraction: float = option(
+    optimizer_offload_fraction: float | Literal["auto"] = option(
         DEFAULT_RUN_FRACTION,
         "share of the optimizer's elements to offload, from 0 to 1, in whole layers from the "
-        "last one on",
+        "last one on; auto: the smallest that fits the GPU",
         at_least=0,
         at_most=1,
         no_effect_unless="optimizer_cpu_offload",
@@ -154,6 +176,15 @@ class OptimizerConfig:
     overlap_optimizer_with_forward: bool = option(
         False,
         "start the next forward during the update; each layer waits for its own weights only",
+        no_effect_unless={"optimizer_cpu_offload": True, "overlap_cpu_optimizer_d2h_h2d": True},
+    )
+    optimizer_update_on_device: float | Literal["auto"] = option(
+        0.0,
+        "share of the offloaded elements, from 0 to 1, whose states are copied to the GPU, updated "
+        "there and copied back, to relieve the CPU; auto: the share that is the fastest in the "
+        "first steps",
+        at_least=0,
+        at_most=1,
         no_effect_unless={"optimizer_cpu_offload": True, "overlap_cpu_optimizer_d2h_h2d": True},
     )
     pin_cpu_grads: bool = option(
@@ -209,9 +240,37 @@ class OptimizerConfig:
         self._check_loss_scale()
 
     @property
+    def offload_fraction(self) -> float:
+        """The offload fraction as a number. ValueError for `auto`, which only an engine knows."""
+        if self.optimizer_offload_fraction == AUTO:
+            raise ValueError("Expected an offload fraction from 0 to 1, got 'auto'.")
+        return self.optimizer_offload_fraction
+
+    @property
     def has_rule(self) -> bool:
         """Whether states on the device are updated by this project's rules."""
         return self.gpu_optimizer in ("auto", "native")
+
+    @property
+    def overlap(self) -> Overlap:
+        """What overlaps, in the three answers to two flags."""
+        # Gradients are not modified between backward and step: clipping is a factor.
+        if self.overlap_optimizer_with_forward:
+            return Overlap.ALL
+        return Overlap.FETCH if self.overlap_cpu_optimizer_d2h_h2d else Overlap.NONE
+
+    @property
+    def update_on_device(self) -> float | None:
+        """`optimizer_update_on_device` as a number; None for `auto`."""
+        given = self.optimizer_update_on_device
+        return None if given == AUTO else given
+
+    @property
+    def pins_states(self) -> bool:
+        """Whether main weights and states in host memory travel, and so are pinned where weights
+        are.
+        """
+        return self.update_on_device != 0 and self.pin_cpu_params
 
     @property
     def lr_factors(self) -> dict[str, float]:

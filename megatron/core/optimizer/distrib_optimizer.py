@@ -86,7 +86,7 @@ class DistributedOptimizer:
                 computed.
         """
         # The norm is computed from .grad, which such an optimizer does not step with.
-        self._ours = optimizer if isinstance(optimizer, PlanningOptimizer) else None
+        self._ours = PlanningOptimizer.of(optimizer)
         if self._ours is not None and self._ours.use_decoupled_grad:
             raise NotImplementedError(
                 "Expected an optimizer of .grad, got use_decoupled_grad=True."
@@ -299,7 +299,7 @@ def plan_offload(
         return None
 
     groups = offload_groups(model, config, by_module=by_module)
-    return build_plan(groups, config.optimizer_offload_fraction, _goes_first(model, config))
+    return build_plan(groups, config.offload_fraction, _goes_first(model, config))
 
 
 def offload_groups(
@@ -330,21 +330,22 @@ def _build_hybrid(
     num_local_ranks: int,
     records_timings: bool,
 ) -> HybridDeviceOptimizer:
+    has_lanes, in_backward, in_forward = config.overlap.value
     return HybridDeviceOptimizer(
         groups,
-        config.optimizer_offload_fraction,
+        config.offload_fraction,
         param_update_in_fp32=True,
         pin_cpu_grads=config.pin_cpu_grads,
         pin_cpu_params=config.pin_cpu_params,
-        overlap_cpu_optimizer_d2h_h2d=config.overlap_cpu_optimizer_d2h_h2d,
-        # Gradients are not modified between backward and step: clipping is a factor.
-        fetch_during_backward=config.overlap_cpu_optimizer_d2h_h2d,
-        overlap_step_with_forward=config.overlap_optimizer_with_forward,
+        overlap_cpu_optimizer_d2h_h2d=has_lanes,
+        fetch_during_backward=in_backward,
+        overlap_step_with_forward=in_forward,
         num_host_threads=config.host_threads,
         num_local_ranks=num_local_ranks,
         records_timings=records_timings,
         offload_first=_goes_first(model, config),
         rule=rule_of(config),
+        update_on_device=config.update_on_device,
         lr=lr,
         **options_of(config),
     )

@@ -34,6 +34,8 @@ class FusedAdam(RuleOptimizer):
             weights.
     """
 
+    rule: Adam
+
     def __init__(
         self,
         params: Any,
@@ -90,5 +92,4 @@ class FusedAdam(RuleOptimizer):
     @property
     def adam_w_mode(self) -> bool:
         """Whether weight decay is decoupled."""
-        assert isinstance(self.rule, Adam), "made here"
         return self.rule.adam_w_mode

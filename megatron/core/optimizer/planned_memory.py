@@ -54,14 +54,14 @@ class StateSettings:
     Attributes:
         compute_dtype: of weights and activations in forward and backward.
         world_size: ranks of the run.
-        pins_memory: whether the device pins host memory.
+        is_accelerator: whether the device is one, and host memory is pinned for it.
     """
 
     optimizer: OptimizerConfig
     parallel: DataParallelConfig
     compute_dtype: torch.dtype
     world_size: int
-    pins_memory: bool = False
+    is_accelerator: bool = False
 
 
 @dataclass(frozen=True)
@@ -110,6 +110,7 @@ def plan_memory(
             compute_dtype=settings.compute_dtype,
             main_params_dtype=DTYPES[settings.optimizer.main_params_dtype],
             offloaded=plan.names_on_host if plan else (),
+            is_accelerator=settings.is_accelerator,
         )
         planner.add_groups(model, shards, plan, rank)
     else:
@@ -254,7 +255,8 @@ class _Planner:
                 self._state_dtypes,
                 config.pin_cpu_grads,
                 config.pin_cpu_params,
-                self._settings.pins_memory,
+                config.pins_states,
+                self._settings.is_accelerator,
             ),
         )
         self._host.update(layout.nbytes_by_state)

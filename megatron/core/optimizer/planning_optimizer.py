@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -30,10 +30,28 @@ class PlanningOptimizer(torch.optim.Optimizer, ABC):
     use_decoupled_grad: bool
     _revision = 0  # of the states; see `StepInputs`
 
+    @staticmethod
+    def of(optimizer: torch.optim.Optimizer) -> PlanningOptimizer | None:
+        """An optimizer, if it is one of ours; None for others."""
+        return optimizer if isinstance(optimizer, PlanningOptimizer) else None
+
     @property
     def plan(self) -> OffloadPlan | None:
         """Which groups are in host memory; None without offloading."""
         return None
+
+    @property
+    def device_optimizer(self) -> torch.optim.Optimizer | None:
+        """The optimizer of what is on the device; None if nothing is."""
+        return self
+
+    def holds(self, parameter: torch.Tensor) -> bool:  # noqa: ARG002
+        """Whether a parameter is updated in host memory."""
+        return False
+
+    def host_bytes_by_state(self) -> Mapping[str, int]:
+        """Bytes of host memory by purpose."""
+        return {}
 
     @abstractmethod
     def plan_step(self) -> Any:

@@ -168,7 +168,7 @@ class RuleOptimizer(PlanningOptimizer):
         # By type of device; the host's threads start when they are first needed.
         self._kernels: dict[str, Kernel] = {}
         # Registered first: hooks of users see values, not scaled states.
-        self.register_state_dict_post_hook(_unscale)
+        self.register_state_dict_post_hook(partial(_unscale, self._states))
 
     # Stepping
 
@@ -322,7 +322,8 @@ class RuleOptimizer(PlanningOptimizer):
 
     def _unit(self, parameters: Sequence[torch.Tensor]) -> StateUnit:
         states = [self.state.get(parameter, {}) for parameter in parameters]
-        return StateUnit(self, parameters, states, None, partial(self._holds.add, parameters))
+        hold = partial(self._holds.add, parameters)
+        return StateUnit(self, parameters, states, None, hold, scaled_by=self)
 
     def get_unscaled_state(
         self, param: torch.Tensor, state_name: str, skip_unscale: bool = False
@@ -454,13 +455,14 @@ class RuleOptimizer(PlanningOptimizer):
         return found
 
 
-def _unscale(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+def _unscale(
+    rule_states: RuleStates, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]
+) -> dict[str, Any]:
     """Replaces scaled states by their values, in new dicts."""
-    assert isinstance(optimizer, RuleOptimizer), "its hook"
-    parameters = list(optimizer._parameters())
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     states = {
         number: {
-            name: optimizer.get_unscaled_state(parameters[number], name)
+            name: rule_states.unscaled(parameters[number], state, name)
             if scaled_states.is_scaled(value.dtype)
             else value
             for name, value in state.items()

@@ -12,7 +12,7 @@ torch_optimizer.py.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Hashable, Iterable, Mapping
+from collections.abc import Collection, Hashable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar, NamedTuple
@@ -26,8 +26,8 @@ from megatron.core.optimizer.kernels import device_adam, torch_adam, torch_flat
 from megatron.core.optimizer.kernels.adam import AdamStep
 from megatron.core.optimizer.kernels.host_adam import HostAdam, default_num_threads
 from megatron.core.optimizer.kernels.piece import (
+    HostKernel,
     Kernel,
-    Piece,
     check_betas,
     check_rates,
     check_unset,
@@ -161,11 +161,9 @@ class Adam(UpdateRule):
         self, num_threads: int | None = None, cores: Collection[int] | None = None
     ) -> Kernel:
         pool = HostAdam(num_threads, cores=cores)
-
-        def kernel(pieces: Iterable[Piece], grad_scale: float) -> None:
-            pool.run(pieces, grad_scale)
-
-        return kernel
+        if pool.body == "torch":  # which has no threads of its own
+            return pool.run
+        return HostKernel(lambda pieces, grad_scale: pool.submit([*pieces], grad_scale).wait)
 
     def device_kernel(self, device: torch.device) -> Kernel:
         if not driver_of(device.type).has_triton:

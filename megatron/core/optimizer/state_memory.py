@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from megatron.core.distributed.fsdp.parameter_group import FsdpParameterGroup, group_of
 from megatron.core.dtensors import local_tensor
 from megatron.core.host_memory import format_bytes
-from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDeviceOptimizer
+from megatron.core.optimizer.planning_optimizer import PlanningOptimizer
 from megatron.core.optimizer.state_tensors import MASTER
 
 COMPUTE, MAIN, GRADIENTS = "compute weights", "main weights", "gradients"
@@ -49,24 +49,22 @@ def state_memory(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str
         `HybridDeviceOptimizer.host_bytes`, and the states of optimizers that carry out no rule.
     """
     counter = _Counter(next((parameter.device.type for parameter in model.parameters()), "cpu"))
-    hybrid = optimizer if isinstance(optimizer, HybridDeviceOptimizer) else None
+    ours = PlanningOptimizer.of(optimizer)
 
     # Reading an offloaded optimizer's `state` would gather and wait for all of it.
     parameters = list(model.parameters())
-    states: Mapping[torch.Tensor, Mapping[str, Any]] = optimizer.state if hybrid is None else {}
-    if hybrid is not None:
-        for name, nbytes in hybrid.host_bytes_by_state().items():
-            counter.add_host(SHOWN.get(name, name), nbytes)
-        if hybrid.device_optimizer is not None:
-            states = hybrid.device_optimizer.state
+    on_device = optimizer if ours is None else ours.device_optimizer
+    states: Mapping[torch.Tensor, Mapping[str, Any]] = {} if on_device is None else on_device.state
+    for name, nbytes in {} if ours is None else ours.host_bytes_by_state().items():
+        counter.add_host(SHOWN.get(name, name), nbytes)
 
     # Groups come first: their parameters are views of their buffers.
     for group in _groups_of(parameters):
-        _count_group(counter, group, hybrid)
+        _count_group(counter, group, optimizer)
     for parameter in parameters:
         if group_of(parameter) is None:
             has_main = MASTER in states.get(parameter, {}) or (
-                hybrid is not None and hybrid.holds(parameter)
+                ours is not None and ours.holds(parameter)
             )
             # FSDP2's shards are cast and gathered before they compute.
             is_main = isinstance(parameter, DTensor) and not has_main
@@ -152,12 +150,12 @@ def _groups_of(parameters: Iterable[torch.Tensor]) -> list[FsdpParameterGroup]:
 
 
 def _count_group(
-    counter: _Counter, group: FsdpParameterGroup, hybrid: HybridDeviceOptimizer | None
+    counter: _Counter, group: FsdpParameterGroup, optimizer: torch.optim.Optimizer
 ) -> None:
     for weight in (group.model_weight, group.post_optimizer_model_weight, group.unsharded_weight):
         counter.add(COMPUTE, weight.local_buffer)
-    # The hybrid optimizer has counted the main weights that it updates.
-    if hybrid is None or not group.delivery.is_claimed_by(hybrid):
+    # An offloaded optimizer has counted the main weights that it updates.
+    if not group.delivery.is_claimed_by(optimizer):
         counter.add(MAIN, group.main_weight.local_buffer, is_on_host=group.is_on_host)
     if group.gradients is not None:
         for gradient in (group.gradients.main, group.gradients.unsharded, group.gradients.partial):

@@ -24,6 +24,21 @@ from megatron.core.lanes import Event
 _READS = "_pending_reads"
 
 
+class KeepsScales(Protocol):
+    """An optimizer with states of 8 and 16 bits that are read with a scale: `RuleOptimizer`."""
+
+    @property
+    def state(self) -> Mapping[torch.Tensor, Mapping[str, Any]]: ...
+
+    def state_scale(self, param: torch.Tensor, state_name: str) -> torch.Tensor | None: ...
+
+    def get_unscaled_state(self, param: torch.Tensor, state_name: str) -> torch.Tensor: ...
+
+    def set_scaled_state(
+        self, param: torch.Tensor, state_name: str, unscaled_state: torch.Tensor
+    ) -> None: ...
+
+
 class StateUnit(NamedTuple):
     """Parameters whose states are updated and read together.
 
@@ -35,6 +50,7 @@ class StateUnit(NamedTuple):
             stream.
         hold: the unit is not written to before this event, which must not fail, by any later
             `step`.
+        scaled_by: the optimizer, where it keeps states with a scale.
     """
 
     optimizer: torch.optim.Optimizer
@@ -42,6 +58,7 @@ class StateUnit(NamedTuple):
     states: Sequence[Mapping[str, Any]]
     updated: Event | None
     hold: Callable[[Event], None]
+    scaled_by: KeepsScales | None = None
 
 
 @runtime_checkable

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from torch import nn
 
 from megatron.core.dtensors import local_tensor
 from megatron.core.optimizer.config import OptimizerConfig
+from megatron.core.optimizer.planning_optimizer import PlanningOptimizer
 from megatron.core.optimizer.state_loading import can_be_trained
 from megatron.core.parts import factors_of
 
@@ -58,20 +59,13 @@ def build_torch_optimizer(
     )
 
 
-@runtime_checkable
-class _Allocating(Protocol):
-    """An optimizer that allocates its states without stepping, as FusedAdam does."""
-
-    def init_state(self) -> None:
-        """Allocates what there is not yet."""
-
-
 def init_states(optimizer: torch.optim.Optimizer) -> None:
     """Allocates the states that an optimizer does not have yet. It counts no step for that."""
-    if isinstance(optimizer, _Allocating):
-        optimizer.init_state()
-    else:
+    ours = PlanningOptimizer.of(optimizer)
+    if ours is None:
         init_torch_states(optimizer)
+    else:
+        ours.init_state()
 
 
 # States in torch that start with another number than zero, or with an option.
@@ -136,7 +130,7 @@ def init_torch_states(optimizer: torch.optim.Optimizer) -> None:
 
 def reset_states(optimizer: torch.optim.Optimizer, parameters: Sequence[torch.Tensor]) -> None:
     """Resets the states of some parameters, as if they had never been stepped."""
-    if not isinstance(optimizer, _Allocating):
+    if PlanningOptimizer.of(optimizer) is None:
         for parameter in parameters:
             optimizer.state.pop(parameter, None)
         init_torch_states(optimizer)

@@ -68,17 +68,9 @@ class SelfAttention(Attention):
     def inputs(
         self, hidden: Tensor, rotary: RotaryAngles | None
     ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-        """See `Attention`; the output reads the gate besides."""
+        """See `Attention`."""
         query, *gate, key, value = self.linear_qkv.split(self.linear_qkv(hidden))
         return self._heads(query, key, value, rotary), tuple(gate)
-
-    def output(self, context: Tensor, gate: tuple[Tensor, ...]) -> Tensor:
-        """See `Attention`."""
-        context = rearrange(context, "batch head seq dim -> batch seq (head dim)")
-        if self.spec.has_output_gate:
-            context = context * gate[0].sigmoid()
-        output: Tensor = self.linear_proj(context)
-        return output
 
     def _heads(
         self, query: Tensor, key: Tensor, value: Tensor, rotary: RotaryAngles | None
@@ -94,11 +86,7 @@ class SelfAttention(Attention):
         if is_per_head:
             query, key = self._normalized(query, key)
         if rotary is not None:
-            is_interleaved = self.spec.rotary is not None and self.spec.rotary.is_interleaved
-            query, key = (
-                apply_rotary(part, rotary.cos, rotary.sin, is_interleaved=is_interleaved)
-                for part in (query, key)
-            )
+            query, key = apply_rotary(query, rotary), apply_rotary(key, rotary)
         return query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
 
     def _normalized(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:

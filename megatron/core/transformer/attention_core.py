@@ -7,8 +7,9 @@ has a causal mask only, so windows and sinks are expressed by its inputs:
 A sink is one more position in front of the others. Its key gives the sink's logit, its value is
 zero.
 
-A window cuts the queries into blocks, and each block reads only the keys within its reach. Eight
-positions under a window of four, in blocks of two queries:
+Where `varlen_attention` takes the heads, it has windows. Otherwise a window cuts the queries into
+blocks, and each block reads only the keys within its reach. Eight positions under a window of four,
+in blocks of two queries:
 
     position          0 1 2 3 4 5 6 7
     queries 0 .. 3    x x x x            plain causal attention: the window does not bind yet
@@ -35,12 +36,13 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from megatron.core.autocast import without_autocast
-from megatron.core.drivers import FLASH_HEAD_DIM, driver_of, kinds_of_accelerators
+from megatron.core.drivers import kernels_of
 from megatron.core.products import is_slow
 from megatron.core.transformer.documents import Documents
+from megatron.core.transformer.fused_weight import Linear
 from megatron.core.transformer.rotary import RotaryAngles
 from megatron.core.transformer.spec import AttentionSpec, Sinks
-from megatron.core.transformer.varlen_attention import attend_varlen, suits_varlen, varlen_kernel
+from megatron.core.transformer.varlen_attention import attend_varlen, padded, suits_varlen
 
 # A block under a window has half as many queries as the window has positions. Larger blocks compute
 # more scores that the mask hides; smaller ones copy each key more often. The bounds keep matrices
@@ -70,7 +72,10 @@ class Attention(nn.Module, abc.ABC):
 
     Attributes:
         sinks: [num_heads], the sinks' logits, if they are learned.
+        linear_proj: projection of the heads' results to the layer's output.
     """
+
+    linear_proj: Linear
 
     def __init__(self, core_spec: AttentionSpec, dropout: float, recomputes_core: bool) -> None:
         super().__init__()
@@ -95,20 +100,24 @@ class Attention(nn.Module, abc.ABC):
         Returns:
             [batch, seq, hidden], same dtype.
         """
-        mixed, beside = self.inputs(hidden, rotary)
-        return self.output(self.core(mixed, documents), beside)
+        mixed, gate = self.inputs(hidden, rotary)
+        return self.output(self.core(mixed, documents), gate)
 
     @abc.abstractmethod
     def inputs(
         self, hidden: Tensor, rotary: RotaryAngles | None
     ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
         """Returns the core's inputs: queries [batch, heads, seq, head_dim], keys and values
-        [batch, groups, seq, dim]. And the output's other inputs.
+        [batch, groups, seq, dim]. And the gate of the core's result [batch, seq, heads * dim], if
+        it has one.
         """
 
-    @abc.abstractmethod
-    def output(self, context: Tensor, beside: tuple[Tensor, ...]) -> Tensor:
+    def output(self, context: Tensor, gate: tuple[Tensor, ...]) -> Tensor:
         """Returns the output for the core's result: [batch, seq, hidden]."""
+        context = rearrange(context, "batch head seq dim -> batch seq (head dim)")
+        if gate:
+            context = context * gate[0].sigmoid()
+        return self.linear_proj(context)  # type: ignore[no-any-return]
 
     def core(self, mixed: tuple[Tensor, ...], documents: Documents | None) -> Tensor:
         """Returns each head's weighted sums of values: [batch, heads, seq, value_dim]."""
@@ -153,8 +162,13 @@ def attend(
     Returns:
         [batch, heads, seq, value_dim], same dtype.
     """
+    has_window = spec.window is not None and spec.window < query.shape[2]
+    if (has_window or documents is not None) and suits_varlen(query, value, spec, dropout):
+        return attend_varlen(query, key, value, spec, documents)
     if documents is not None:
-        return _attend_by_document((query, key, value), documents, spec, learned_sinks, dropout)
+        # Here, not around the layer, so that it also holds while backward recomputes this.
+        with kernels_of(query.device).attention_of_varying_shapes():
+            return _attend_by_document((query, key, value), documents, spec, learned_sinks, dropout)
     if spec.softcap is not None:
         return _attend_by_scores(query, key, value, spec, spec.softcap, learned_sinks, dropout)
     if spec.sinks is Sinks.NONE:
@@ -175,13 +189,8 @@ def _attend_by_document(
 ) -> Tensor:
     """Attention of each document by itself: its cost is the sum of the squares of their lengths.
 
-    Where no kernel takes them all, documents of one length form a batch, since small kernels take
-    longer to launch than to run.
+    Documents of one length form a batch, since small kernels take longer to launch than to run.
     """
-    kernel = varlen_kernel() if suits_varlen(heads[0], heads[2], spec, dropout) else None
-    if kernel is not None:
-        return attend_varlen(kernel, *heads, spec, documents)
-
     # Slices would do as well, but the backward of each allocates a gradient of the whole length;
     # that of split puts the gradients of all parts together once.
     parts = [part.split(documents.lengths, dim=2) for part in heads]
@@ -270,12 +279,12 @@ def _attend_fused(
     num_blocks = -(-num_left // rows)
     fill = (0, 0, 0, num_blocks * rows - num_left)
     blocks = rearrange(
-        F.pad(query[:, :, start:], fill),
+        padded(query[:, :, start:], fill),
         "batch head (block row) dim -> (batch block) head row dim",
         block=num_blocks,
     )
     keys, values = (
-        _keys_in_reach(F.pad(part, fill), window, rows, num_sinks) for part in (key, value)
+        _keys_in_reach(padded(part, fill), window, rows, num_sinks) for part in (key, value)
     )
 
     mask = _visible(rows, window + rows, window, window, query.device)
@@ -325,11 +334,17 @@ def _fused(
     value_dim, dtype, is_widened = value.shape[-1], query.dtype, is_slow(query)
     if is_widened:
         query, key, value = query.float(), key.float(), value.float()
-    if value_dim != key.shape[-1] and _wants_equal_widths(query, value_dim, mask):
+    is_causal = is_causal and mask is None
+    if (
+        value_dim != key.shape[-1]
+        and _is_for_flash(query, max(key.shape[-1], value_dim), mask)
+        and not kernels_of(query.device).takes_two_widths(query, key, value, dropout, is_causal)
+    ):
+        # FlashAttention and the CPU's kernel take one width, the memory-efficient kernel any two.
         # Zeros do not change the scores, and give channels of zeros.
         width = max(value_dim, key.shape[-1])
         query, key, value = (
-            F.pad(part, (0, width - part.shape[-1])) for part in (query, key, value)
+            padded(part, (0, width - part.shape[-1])) for part in (query, key, value)
         )
 
     num_repeats = query.shape[1] // key.shape[1]
@@ -345,21 +360,12 @@ def _fused(
         value,
         attn_mask=mask,
         dropout_p=dropout,
-        is_causal=is_causal and mask is None,
+        is_causal=is_causal,
         scale=scale,
         enable_gqa=is_grouped,
     )
     output = output[..., :value_dim]
     return output.to(dtype) if is_widened else output
-
-
-def _wants_equal_widths(query: Tensor, value_dim: int, mask: Tensor | None) -> bool:
-    """Whether the fused kernel for these inputs takes values as wide as queries and keys only.
-
-    The kernel for the CPU does, and so does FlashAttention. Where a GPU would take the
-    memory-efficient kernel, values may have any width.
-    """
-    return _is_for_flash(query, max(query.shape[-1], value_dim), mask)
 
 
 def _has_grouped_kernel(query: Tensor, mask: Tensor | None) -> bool:
@@ -381,14 +387,8 @@ def _is_for_flash(query: Tensor, head_dim: int, mask: Tensor | None) -> bool:
     if query.device.type == "cpu":
         return True
     has_narrow_dtype = query.dtype.itemsize == 2
-    return has_narrow_dtype and mask is None and head_dim <= _flash_head_dim(query.device)
-
-
-def _flash_head_dim(device: torch.device) -> int:
-    """The most channels of a head that FlashAttention takes on `device`."""
-    if device.type not in kinds_of_accelerators():
-        return FLASH_HEAD_DIM
-    return driver_of(device.type).flash_head_dim(device.index or 0)
+    widest = kernels_of(query.device).flash_head_dim(query.device.index or 0)
+    return has_narrow_dtype and mask is None and head_dim <= widest
 
 
 def _attend_by_scores(

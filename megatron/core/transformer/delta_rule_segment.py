@@ -115,7 +115,7 @@ def prepare_segment(
     length = key.shape[2]
     # Summed in fp64: after a position that forgets everything g is large, and fp32 would round the
     # differences between the positions that follow it.
-    g = log_decay.clamp_min(MIN_LOG_DECAY).double().cumsum(2)
+    g = _running_sums(log_decay.clamp_min(MIN_LOG_DECAY).double())
     differences = torch.empty(*key.shape[:3], length, dtype=key.dtype, device=key.device)
     torch.sub(g, g.mT, out=differences)
     differences.masked_fill_(_above_diagonal(length, key.device), -torch.inf)
@@ -142,6 +142,16 @@ def prepare_segment(
         scores=(query @ key.mT).mul_(decay),
         inverse=inverse.mul_(decay),
     )
+
+
+def _running_sums(x: Tensor) -> Tensor:
+    """The sums of [chunks, heads, C, 1] along C, from the start."""
+    if x.device.type == "cpu" or not torch.are_deterministic_algorithms_enabled():
+        return x.cumsum(2)
+    # In deterministic mode PyTorch has no running sums of floats on a GPU. In fp64 it may use no
+    # TF32.
+    ones = x.new_ones(x.shape[2], x.shape[2], dtype=torch.float64)
+    return (x.squeeze(3).double() @ ones.triu_()).unsqueeze(3).to(x.dtype)
 
 
 def scan_segment(segment: Segment, state: Tensor) -> Scan:
@@ -202,7 +212,7 @@ def segment_gradients(
         grad_query,
         grad_key,
         value=grad_news * segment.beta,
-        log_decay=grad_g.flip(2).cumsum(2).flip(2),
+        log_decay=_running_sums(grad_g.flip(2)).flip(2),
         beta=grad_beta,
         state=grad_state,
     )

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron.core.drivers import driver_of, kinds_of_accelerators
+from megatron.core.drivers import kernels_of
 from megatron.core.fp32_module import Fp32Module
 from megatron.core.log import printable
 from megatron.core.transformer.causal_conv import CausalConv1d
@@ -238,10 +238,8 @@ def _suits_fla(query: Tensor) -> bool:
     """Whether fla's kernels, which are Triton's, take such queries: its releases before 0.5 reject
     fp32.
     """
-    kind = query.device.type
     return (
-        kind in kinds_of_accelerators()
-        and driver_of(kind).has_triton
+        kernels_of(query.device).has_triton
         and query.dtype.itemsize == 2
         and query.shape[-1] <= FLA_MAX_KEY_DIM
     )

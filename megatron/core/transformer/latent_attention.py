@@ -12,7 +12,6 @@ hold; a forward that has all positions computes the heads' keys and values thems
 from __future__ import annotations
 
 import torch
-from einops import rearrange
 from torch import Tensor
 
 from megatron.core.transformer.attention_core import Attention
@@ -82,16 +81,10 @@ class LatentAttention(Attention):
     def inputs(
         self, hidden: Tensor, rotary: RotaryAngles | None
     ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-        """See `Attention`; the output has no other input."""
+        """See `Attention`; there is no gate."""
         query = self._query(hidden, rotary)
         key, value = self._key_and_value(hidden, rotary)
         return (query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)), ()
-
-    def output(self, context: Tensor, beside: tuple[Tensor, ...]) -> Tensor:  # noqa: ARG002
-        """See `Attention`."""
-        context = rearrange(context, "batch head seq dim -> batch seq (head dim)")
-        output: Tensor = self.linear_proj(context)
-        return output
 
     def _query(self, hidden: Tensor, rotary: RotaryAngles | None) -> Tensor:
         """[batch, seq, heads, head_dim]."""
@@ -109,7 +102,7 @@ class LatentAttention(Attention):
         if rotary is None:
             return query  # type: ignore[no-any-return]
         content, turned = query.split((self.spec.content_dim, self.spec.rotary_dim), dim=-1)
-        return torch.cat((content, self._rotated(turned, rotary)), dim=-1)
+        return torch.cat((content, apply_rotary(turned, rotary)), dim=-1)
 
     def _key_and_value(self, hidden: Tensor, rotary: RotaryAngles | None) -> tuple[Tensor, Tensor]:
         """[batch, seq, heads, head_dim] and [batch, seq, heads, value_dim]."""
@@ -123,9 +116,5 @@ class LatentAttention(Attention):
 
         shared = shared.unsqueeze(2)  # as of one head
         if rotary is not None:
-            shared = self._rotated(shared, rotary)
+            shared = apply_rotary(shared, rotary)
         return torch.cat((content, shared.expand(-1, -1, self.spec.num_heads, -1)), dim=-1), value
-
-    def _rotated(self, part: Tensor, rotary: RotaryAngles) -> Tensor:
-        is_interleaved = self.spec.rotary is not None and self.spec.rotary.is_interleaved
-        return apply_rotary(part, rotary.cos, rotary.sin, is_interleaved=is_interleaved)

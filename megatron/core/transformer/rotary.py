@@ -32,12 +32,12 @@ class RotaryAngles:
 
     cos: Tensor  # [seq, rotary_dim / 2] fp32, or [batch, seq, rotary_dim / 2]
     sin: Tensor  # the same
+    is_interleaved: bool = False  # see `RotarySpec`
 
     def in_one_row(self) -> RotaryAngles:
         """Angles of all positions of a batch, one row behind the other: [1, batch * seq, ...]."""
-        return RotaryAngles(
-            self.cos.flatten(0, 1).unsqueeze(0), self.sin.flatten(0, 1).unsqueeze(0)
-        )
+        cos, sin = (part.flatten(0, 1).unsqueeze(0) for part in (self.cos, self.sin))
+        return RotaryAngles(cos, sin, self.is_interleaved)
 
 
 def rotary_angles(
@@ -63,7 +63,7 @@ def rotary_angles(
     cos, sin = angles.cos(), angles.sin()
     if isinstance(spec.scaling, YarnScaling):
         cos, sin = cos * spec.scaling.attention_factor, sin * spec.scaling.attention_factor
-    return RotaryAngles(cos.float(), sin.float())
+    return RotaryAngles(cos.float(), sin.float(), spec.is_interleaved)
 
 
 def _axes_of_planes(sections: tuple[int, ...], num_planes: int, device: torch.device) -> Tensor:
@@ -125,15 +125,13 @@ def _kept_by_yarn(frequencies: Tensor, spec: RotarySpec, scaling: YarnScaling) -
     return 1.0 - ((numbers - first) / width).clamp(0.0, 1.0)
 
 
-def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor, *, is_interleaved: bool = False) -> Tensor:
+def apply_rotary(x: Tensor, angles: RotaryAngles) -> Tensor:
     """Turns the first channels of each head by its position's angles; channels beyond them pass
     unchanged.
 
     Args:
         x: [batch, seq, heads, head_dim], any floating dtype.
-        cos, sin: [seq, rotary_dim / 2] or [batch, seq, rotary_dim / 2] fp32, rotary_dim <=
-            head_dim.
-        is_interleaved: see `RotarySpec`.
+        angles: angles of the positions of x, rotary_dim <= head_dim.
 
     Returns:
         [batch, seq, heads, head_dim] in the dtype of x; the arithmetic is fp32.
@@ -142,6 +140,7 @@ def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor, *, is_interleaved: bool = 
         ValueError: the angles are not fp32, or of another number of positions or of too
             many channels.
     """
+    cos, sin = angles.cos, angles.sin
     if cos.dtype != torch.float32 or sin.dtype != torch.float32:
         raise ValueError(
             f"Expected cosines and sines in torch.float32, got {cos.dtype} and {sin.dtype}."
@@ -156,13 +155,13 @@ def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor, *, is_interleaved: bool = 
             f"got cos {tuple(cos.shape)} and sin {tuple(sin.shape)}."
         )
 
-    if is_interleaved:
+    if angles.is_interleaved:
         first, second = x[..., 0 : 2 * half : 2].float(), x[..., 1 : 2 * half : 2].float()
     else:
         first, second = x[..., :half].float(), x[..., half : 2 * half].float()
     cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)  # [..., seq, 1, rotary_dim / 2]: all heads
     turned = (first * cos - second * sin, second * cos + first * sin)
-    if is_interleaved:
+    if angles.is_interleaved:
         rotated = torch.stack(turned, dim=-1).flatten(-2).to(x.dtype)
     else:
         rotated = torch.cat(turned, dim=-1).to(x.dtype)

@@ -1,4 +1,5 @@
-"""Attention of all documents of a row by one kernel: FlashAttention for sequences of many lengths.
+"""Attention by FlashAttention for sequences of many lengths: of all documents of a row at once, and
+of rows under a window, which PyTorch's other fused kernels do not have.
 
 PyTorch has it as `torch.nn.attention.varlen.varlen_attn` from 2.11 on, for 16-bit dtypes, without
 dropout. Written by its documentation: it has not been run on a GPU. Tests compare its inputs with
@@ -11,90 +12,115 @@ import importlib
 import inspect
 from collections.abc import Callable
 from functools import cache
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron.core.drivers import driver_of, kinds_of_accelerators
+from megatron.core.drivers import kernels_of
 from megatron.core.transformer.documents import Documents
 from megatron.core.transformer.spec import AttentionSpec, Sinks
 
 Kernel = Callable[..., Tensor]
 
 _WIDTHS = 8  # of heads, multiples of which the kernel takes
-_GROUPED = "enable_gqa"
 
 
 @cache
 def varlen_kernel() -> Kernel | None:
-    """PyTorch's, or None if it has none that takes a scale and a window."""
+    """PyTorch's, which takes grouped heads with `enable_gqa`; None if it has none that takes a
+    scale and a window.
+    """
     try:
         kernel: Kernel = importlib.import_module("torch.nn.attention.varlen").varlen_attn
     except (ImportError, AttributeError):
         return None
     names = inspect.signature(kernel).parameters
-    return kernel if {"scale", "window_size"} <= names.keys() else None
+    if not {"scale", "window_size"} <= names.keys():
+        return None
+    return kernel if "enable_gqa" in names else with_repeated_keys(kernel)
+
+
+def with_repeated_keys(kernel: Kernel) -> Kernel:
+    """A kernel that takes grouped heads, of one that does not, as PyTorch's of 2.11."""
+
+    def grouped(
+        query: Tensor, key: Tensor, value: Tensor, *bounds: Any, enable_gqa: bool, **options: Any
+    ) -> Tensor:
+        if enable_gqa:
+            num_repeats = query.shape[1] // key.shape[1]
+            key, value = (part.repeat_interleave(num_repeats, dim=1) for part in (key, value))
+        return kernel(query, key, value, *bounds, **options)
+
+    return grouped
 
 
 def suits_varlen(query: Tensor, value: Tensor, spec: AttentionSpec, dropout: float) -> bool:
-    """Whether the kernel computes attention of such heads, [1, heads, seq, dim]."""
-    kind, head_dim = query.device.type, query.shape[-1]
+    """Whether there is a kernel that computes attention of such heads, [batch, heads, seq, dim]."""
+    driver, head_dim = kernels_of(query.device), query.shape[-1]
     return (
-        kind in kinds_of_accelerators()
-        and driver_of(kind).has_varlen_attention
+        driver.has_varlen_attention
+        and varlen_kernel() is not None
         and query.dtype in (torch.float16, torch.bfloat16)
         and spec.softcap is None
         and spec.sinks is Sinks.NONE
         and dropout == 0.0
         and head_dim % _WIDTHS == 0
-        and value.shape[-1] <= head_dim <= driver_of(kind).flash_head_dim(query.device.index or 0)
+        and value.shape[-1] <= head_dim <= driver.flash_head_dim(query.device.index or 0)
     )
 
 
+def padded(x: Tensor, padding: tuple[int, ...]) -> Tensor:
+    """`F.pad` with zeros. Without padding it would return a copy."""
+    return F.pad(x, padding) if any(padding) else x
+
+
 def attend_varlen(
-    kernel: Kernel,
     query: Tensor,
     key: Tensor,
     value: Tensor,
     spec: AttentionSpec,
-    documents: Documents,
+    documents: Documents | None,
 ) -> Tensor:
-    """Each document's attention under the scale, the window and the causality of `spec`.
+    """Attention within each row or document under the scale, the window and the causality of
+    `spec`, by `varlen_kernel`.
 
     Args:
-        query: [1, heads, seq, head_dim].
-        key: [1, groups, seq, head_dim].
-        value: [1, groups, seq, value_dim], at most as wide as keys.
+        query: [batch, heads, seq, head_dim].
+        key: [batch, groups, seq, head_dim].
+        value: [batch, groups, seq, value_dim], at most as wide as keys.
+        documents: documents of the batch, which is one row then.
 
     Returns:
-        [1, heads, seq, value_dim], same dtype.
+        [batch, heads, seq, value_dim], same dtype.
     """
-    value_dim, width = value.shape[-1], query.shape[-1]
+    kernel = varlen_kernel()
+    assert kernel is not None, "callers ask suits_varlen"
+    batch, num_heads, seq_length, width = query.shape
+    value_dim = value.shape[-1]
     # Zeros give channels of zeros.
-    value = F.pad(value, (0, width - value_dim))
+    value = padded(value, (0, width - value_dim))
 
-    options = {}
-    num_repeats = query.shape[1] // key.shape[1]
-    if num_repeats > 1 and _GROUPED in inspect.signature(kernel).parameters:
-        options[_GROUPED] = True
-    elif num_repeats > 1:
-        key = key.repeat_interleave(num_repeats, dim=1)
-        value = value.repeat_interleave(num_repeats, dim=1)
-
+    if documents is None:
+        stop = batch * seq_length + 1
+        bounds = torch.arange(0, stop, seq_length, dtype=torch.int32, device=query.device)
+        longest = seq_length
+    else:
+        bounds = documents.bounds(query.device).to(torch.int32)
+        longest = max(documents.lengths)
     # How many positions before and behind each it sees; -1: all.
     before = -1 if spec.window is None else spec.window - 1
     window = (before, 0) if spec.is_causal else (-1, -1)
-    bounds = documents.bounds(query.device).to(torch.int32)
-    longest = max(documents.lengths)
     output = kernel(
-        *(part.squeeze(0).transpose(0, 1) for part in (query, key, value)),
+        *(part.transpose(1, 2).flatten(0, 1) for part in (query, key, value)),
         bounds,
         bounds,
         longest,
         longest,
         scale=spec.scale,
         window_size=window,
-        **options,
+        enable_gqa=num_heads != key.shape[1],
     )
-    return output.transpose(0, 1).unsqueeze(0)[..., :value_dim]
+    rows = output.view(batch, seq_length, num_heads, width)
+    return rows.transpose(1, 2)[..., :value_dim]

@@ -107,13 +107,24 @@ class Progress:
     @property
     def is_late(self) -> bool:
         """Returns whether the phase has exceeded its limit."""
-        if self._hang_timeout is None:
-            return False
-        is_long = self.seen.phase.is_long or self.seen.num_steps < _NUM_LONG_STEPS
-        limit = max(self._hang_timeout, self._long_timeout) if is_long else self._hang_timeout
-        return self.idle_seconds > limit
+        limit = self._limit(self._is_long)
+        return limit is not None and self.idle_seconds > limit
 
     @property
     def is_excused(self) -> bool:
         """Returns whether an operation that takes long is running, within its limit."""
         return self._took_long and self.idle_seconds <= self._long_timeout
+
+    @property
+    def patience_seconds(self) -> float | None:
+        """The limit of the phase or, if longer, of an operation that is running; None: no limit."""
+        return self._limit(self._is_long or self._took_long)
+
+    @property
+    def _is_long(self) -> bool:
+        return self.seen.phase.is_long or self.seen.num_steps < _NUM_LONG_STEPS
+
+    def _limit(self, is_long: bool) -> float | None:
+        if self._hang_timeout is None:
+            return None
+        return max(self._hang_timeout, self._long_timeout) if is_long else self._hang_timeout

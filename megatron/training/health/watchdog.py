@@ -14,7 +14,8 @@ The roll call has the same cause on all ranks (`cause.py`). The lowest responsiv
 the log and the event log; then each rank exits with a code of docs/recovery.md, and the launcher
 restarts the job. The main thread calls `explain(error)` for an unexpected exception.
 
-Why `faulthandler` and torchelastic's `record` do not do this: docs/decisions/0021.
+Where this thread itself cannot run, a timer ends the process (`backstop.py`). Why that is not
+enough, nor torchelastic's `record`: docs/decisions/0021.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from torch.distributed.distributed_c10d import Store
 from megatron.core import issued_collectives
 from megatron.core.issued_collectives import IssuedCollectives
 from megatron.core.rank_waits import rank_wait
+from megatron.training.health import backstop
 from megatron.training.health.cause import (
     Cause,
     Record,
@@ -70,6 +72,10 @@ _REPORT_SECONDS = 1.0
 _BEAT_SECONDS = 5.0
 # After a signal, an iteration that takes longer may be waiting for a rank that is dead.
 _SIGNALLED_IDLE_SECONDS = 10.0
+# In multiples of the limit, so that the other ranks name this one first. And of short limits, which
+# a busy machine may exceed between two looks.
+_BACKSTOP_LIMITS = 2.0
+_LEAST_BACKSTOP_SECONDS = 60.0
 
 
 class Reports:
@@ -243,6 +249,7 @@ class Watchdog:
         self._signals.wake()
         if self._thread.ident is not None:
             self._thread.join(_REPORT_SECONDS)
+        backstop.OF_THIS_PROCESS.cancel()
         self._heartbeat.stop()
         self._signals.uninstall()
         if not self._thread.is_alive():
@@ -292,11 +299,18 @@ class Watchdog:
                 tick = self._tick if self._roll_call.knows_all else _FIRST_TICK_SECONDS
                 received = self._signals.wait(tick)
                 if not self._is_ending:
+                    self._arm_backstop()
                     self._look(received)
             except Exception as error:  # no error here may end the training
                 self._reports.warn_once(
                     f"the watchdog has failed, and continues: {type(error).__name__}: {error}"
                 )
+
+    def _arm_backstop(self) -> None:
+        limit = self._progress.patience_seconds
+        if limit is not None:
+            seconds = max(_BACKSTOP_LIMITS * limit, _LEAST_BACKSTOP_SECONDS)
+            backstop.OF_THIS_PROCESS.arm(seconds)
 
     def _look(self, received: list[signal.Signals]) -> None:
         """Checks everything once, and ends the process if necessary."""

@@ -65,10 +65,49 @@ std::vector<at::Tensor> gathered(c10d::Backend& gloo, const at::Tensor& own) {
   return all;
 }
 
+void gather_parts(c10d::Backend& gloo, const at::Tensor& to, const at::Tensor& from) {
+  const auto parts = gathered(gloo, from);
+  const auto targets = to.reshape({-1}).chunk(gloo.getSize());
+  for (size_t rank = 0; rank < targets.size(); ++rank) targets[rank].copy_(parts[rank].reshape({-1}));
+}
+
 at::ScalarType sum_dtype(const at::Tensor& tensor) {
   return at::isFloatingType(tensor.scalar_type()) ? at::promote_types(tensor.scalar_type(), at::kFloat)
                                                   : tensor.scalar_type();
 }
+
+void scatter_sums(c10d::Backend& gloo, const at::Tensor& to, const at::Tensor& from, bool is_average) {
+  const int rank = gloo.getRank(), size = gloo.getSize();
+  const auto all = gathered(gloo, from);
+  auto part_of = [&](int peer) { return all[peer].reshape({-1}).chunk(size)[rank].to(sum_dtype(from)); };
+  if (to.numel() == 0) return;
+
+  auto total = part_of(rank).clone();
+  for (int peer = 0; peer < size; ++peer)
+    if (peer != rank) total.add_(part_of(peer));
+  if (is_average) total.div_(size);
+  to.copy_(total.reshape(to.sizes()));
+}
+
+bool is_average_of(const ReduceOp& op) {
+  TORCH_CHECK(op == ReduceOp::AVG || op == ReduceOp::SUM, "Expected a sum or an average, got another reduction.");
+  return op == ReduceOp::AVG;
+}
+
+// A collective of several pairs of tensors, as one piece of work.
+struct Pairs {
+  std::vector<at::Tensor> tensors, targets, sources;
+
+  Pairs(const std::vector<at::Tensor>& outputs, const std::vector<at::Tensor>& inputs) {
+    TORCH_CHECK(outputs.size() == inputs.size(), "Expected as many outputs as inputs.");
+    for (size_t i = 0; i < outputs.size(); ++i) {
+      targets.push_back(kernel_view(only({outputs[i]})));
+      sources.push_back(kernel_view(only({inputs[i]})));
+      TORCH_CHECK(inputs[i].scalar_type() == inputs[0].scalar_type(), "Tensors must have identical type, as for NCCL.");
+      tensors.insert(tensors.end(), {outputs[i], inputs[i]});
+    }
+  }
+};
 
 }  // namespace
 
@@ -166,32 +205,36 @@ intrusive_ptr<c10d::Work> Communicator::allgather(
 intrusive_ptr<c10d::Work> Communicator::_allgather_base(
     at::Tensor& output, at::Tensor& input, const c10d::AllgatherOptions& options) {
   only({output}), only({input});
-  auto run = [gloo = gloo_, to = kernel_view(output), from = kernel_view(input)] {
-    const auto parts = gathered(*gloo, from);
-    const auto targets = to.reshape({-1}).chunk(gloo->getSize());
-    for (size_t rank = 0; rank < targets.size(); ++rank) targets[rank].copy_(parts[rank].reshape({-1}));
-  };
+  auto run = [gloo = gloo_, to = kernel_view(output), from = kernel_view(input)] { gather_parts(*gloo, to, from); };
   return launch(OpType::_ALLGATHER_BASE, {output, input}, options.asyncOp, run);
 }
 
 intrusive_ptr<c10d::Work> Communicator::_reduce_scatter_base(
     at::Tensor& output, at::Tensor& input, const c10d::ReduceScatterOptions& options) {
   only({output}), only({input});
-  const bool is_average = options.reduceOp == ReduceOp::AVG;
-  TORCH_CHECK(is_average || options.reduceOp == ReduceOp::SUM, "Expected a sum or an average, got another reduction.");
+  const bool is_average = is_average_of(options.reduceOp);
   auto run = [gloo = gloo_, to = kernel_view(output), from = kernel_view(input), is_average] {
-    const int rank = gloo->getRank(), size = gloo->getSize();
-    const auto all = gathered(*gloo, from);
-    auto part_of = [&](int peer) { return all[peer].reshape({-1}).chunk(size)[rank].to(sum_dtype(from)); };
-    if (to.numel() == 0) return;
-
-    auto total = part_of(rank).clone();
-    for (int peer = 0; peer < size; ++peer)
-      if (peer != rank) total.add_(part_of(peer));
-    if (is_average) total.div_(size);
-    to.copy_(total.reshape(to.sizes()));
+    scatter_sums(*gloo, to, from, is_average);
   };
   return launch(OpType::_REDUCE_SCATTER_BASE, {output, input}, options.asyncOp, run);
+}
+
+intrusive_ptr<c10d::Work> Communicator::allgather_into_tensor_coalesced(
+    std::vector<at::Tensor>& outputs, std::vector<at::Tensor>& inputs, const c10d::AllgatherOptions& options) {
+  const Pairs pairs(outputs, inputs);
+  return launch(OpType::COALESCED, pairs.tensors, options.asyncOp, [gloo = gloo_, pairs] {
+    for (size_t i = 0; i < pairs.targets.size(); ++i) gather_parts(*gloo, pairs.targets[i], pairs.sources[i]);
+  });
+}
+
+intrusive_ptr<c10d::Work> Communicator::reduce_scatter_tensor_coalesced(
+    std::vector<at::Tensor>& outputs, std::vector<at::Tensor>& inputs, const c10d::ReduceScatterOptions& options) {
+  const Pairs pairs(outputs, inputs);
+  const bool is_average = is_average_of(options.reduceOp);
+  return launch(OpType::COALESCED, pairs.tensors, options.asyncOp, [gloo = gloo_, pairs, is_average] {
+    for (size_t i = 0; i < pairs.targets.size(); ++i)
+      scatter_sums(*gloo, pairs.targets[i], pairs.sources[i], is_average);
+  });
 }
 
 intrusive_ptr<c10d::Work> Communicator::alltoall_base(

@@ -29,6 +29,10 @@ class Communicator final : public c10d::Backend {
   c10::intrusive_ptr<c10d::Work> _allgather_base(at::Tensor&, at::Tensor&, const c10d::AllgatherOptions&) override;
   c10::intrusive_ptr<c10d::Work> _reduce_scatter_base(
       at::Tensor&, at::Tensor&, const c10d::ReduceScatterOptions&) override;
+  c10::intrusive_ptr<c10d::Work> allgather_into_tensor_coalesced(
+      std::vector<at::Tensor>&, std::vector<at::Tensor>&, const c10d::AllgatherOptions&) override;
+  c10::intrusive_ptr<c10d::Work> reduce_scatter_tensor_coalesced(
+      std::vector<at::Tensor>&, std::vector<at::Tensor>&, const c10d::ReduceScatterOptions&) override;
   c10::intrusive_ptr<c10d::Work> alltoall_base(
       at::Tensor&, at::Tensor&, std::vector<int64_t>&, std::vector<int64_t>&, const c10d::AllToAllOptions&) override;
   c10::intrusive_ptr<c10d::Work> gather(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -25,6 +26,8 @@ from tests.helpers.ranks import rank_device
 Batch = dict[str, torch.Tensor]
 
 _VOCABULARY = 64
+# Attention on a GPU works in blocks of 64 or 128 positions: with one block there is one order.
+_SEQ_LENGTH, _SEQ_LENGTH_OF_GPU = 16, 512
 
 
 class Case(NamedTuple):
@@ -87,6 +90,11 @@ CASES = {
     "offload fp16": Case(
         _offloaded(0.5, **_ALL_OVERLAPS, initial_loss_scale=2.0**12), dtype="fp16"
     ),
+    "offload streamed": Case(_offloaded(**_ALL_OVERLAPS, optimizer_update_on_device="1")),
+    "offload streamed half": Case(
+        _offloaded(**_ALL_OVERLAPS, optimizer_update_on_device="0.5"),
+        DataParallelConfig(data_parallel_sharding_strategy="optim"),
+    ),
     "offload in order": Case(OptimizerConfig(optimizer_cpu_offload=True)),
     "offload unpinned": Case(_offloaded(pin_cpu_grads=False, pin_cpu_params=False)),
     "activations": Case(execution=_ACTIVATIONS),
@@ -144,10 +152,16 @@ def forward_step(model: nn.Module, batch: Batch) -> torch.Tensor:
     return model(batch["tokens"], batch["labels"]).mean()
 
 
-def batches(step: int, kind: str, num_microbatches: int = 2) -> list[Batch]:
+def seq_length(kind: str) -> int:
+    """Of the batches for a kind of device."""
+    return _SEQ_LENGTH_OF_GPU if kind == "cuda" else _SEQ_LENGTH
+
+
+def batches(step: int, kind: str, length: int | None = None) -> list[Batch]:
     """This rank's of one step; pinned for an accelerator, as the loop's are."""
     generator = torch.Generator().manual_seed(1000 * step + dist.get_rank())
-    windows = torch.randint(_VOCABULARY, (num_microbatches, 2, 17), generator=generator)
+    shape = (2, 2, (length or seq_length(kind)) + 1)
+    windows = torch.randint(_VOCABULARY, shape, generator=generator)
     made = [{"tokens": w[:, :-1].contiguous(), "labels": w[:, 1:].contiguous()} for w in windows]
     if kind == "cpu":
         return made
@@ -168,18 +182,23 @@ class Course(NamedTuple):
 
 
 def train(
-    engine: ModuleEngine, kind: str, steps: range, look: Callable[[], Any] = lambda: None
+    engine: ModuleEngine,
+    kind: str,
+    steps: range,
+    look: Callable[[], Any] = lambda: None,
+    length: int | None = None,
 ) -> Course:
     """Some steps, and an evaluation in the middle."""
     losses, norms, evaluated, seen = [], [], 0.0, []
-    # The CPU's own kernel rounds otherwise than the one that the simulator has.
-    with sdpa_kernel(SDPBackend.MATH):
+    # The CPU's own kernel rounds otherwise than the one that the simulator has. A GPU's own must
+    # give the same bits each time.
+    with nullcontext() if kind == "cuda" else sdpa_kernel(SDPBackend.MATH):
         for step in steps:
-            prepared, before = batches(step, kind), look()
+            prepared, before = batches(step, kind, length), look()
             result = engine.train_batch(prepared, forward_step)
             seen.append((before, look()))
             losses.append(result.loss)
             norms.append(result.grad_norm)
             if step == steps[len(steps) // 2]:
-                evaluated = engine.eval_batch(batches(step, kind), forward_step)
+                evaluated = engine.eval_batch(batches(step, kind, length), forward_step)
     return Course(losses, norms, evaluated, seen)

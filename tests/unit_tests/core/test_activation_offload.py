@@ -10,12 +10,14 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from benchmarks.helpers.memory import peak_bytes
-from megatron.core.activation_offload import ActivationOffload, _Storage
+from megatron.core.activation_offload import ActivationOffload, _Storage, moving_layers
 from megatron.core.device import Device
-from megatron.core.lanes import delays
+from megatron.core.lanes import delays, is_lane_thread
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.config import TransformerConfig
 from megatron.core.transformer.documents import Documents
@@ -170,13 +172,13 @@ def test_what_finds_no_room_stays_and_one_line_says_so(caplog: pytest.LogCapture
     assert ["97.66 KiB" in record.getMessage() for record in caplog.records] == [True]
 
 
-def _growth(num_layers: int, is_offloaded: bool, **options: Any) -> int:
+def _growth(num_layers: int, fraction: float, **options: Any) -> int:
     """Peak bytes of a step, besides weights and gradients."""
     model = build(num_layers, 128, **options)
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
-    if is_offloaded:
-        offloaded(model)
+    offload = ActivationOffload(CPU, ROOM, smallest_nbytes=256)
+    offload.attach(model.decoder.layers, fraction=fraction)
     return peak_bytes(lambda: loss_of(model).backward())
 
 
@@ -184,16 +186,119 @@ def _growth(num_layers: int, is_offloaded: bool, **options: Any) -> int:
 def test_the_peak_of_a_step_does_not_grow_with_the_number_of_layers(
     options: dict[str, Any],
 ) -> None:
-    few, more, many = (_growth(n, is_offloaded=True, **options) for n in (3, 6, 12))
+    few, more, many = (_growth(n, 1.0, **options) for n in (3, 6, 12))
     assert few < 1.05 * more
     assert many < 1.02 * more
 
     # It does without.
-    few, many = (_growth(n, is_offloaded=False, **options) for n in (3, 12))
+    few, many = (_growth(n, 0.0, **options) for n in (3, 12))
     a_layer = (many - few) / 9
     assert a_layer > BATCH * SEQ * 128 * 4 * 0.9
     # Two layers' activations, and a layer's gradients.
     assert more < few
+
+
+# A fraction of the layers.
+
+
+@given(size=st.integers(1, 200), share=st.floats(0, 1))
+def test_layers_that_move_are_spread_evenly(size: int, share: float) -> None:
+    moving = moving_layers(size + 2, share)
+    assert len(moving) == round(share * size)
+    if moving:
+        window = size // len(moving)
+        ends = [*moving[1:], size]
+        gaps = [after - before for before, after in zip(moving, ends, strict=True)]
+        assert moving[0] == 0
+        # Each has as long a time for its way, also the last one: two more layers stay.
+        assert min(gaps) >= window
+        assert max(gaps) <= window + 1
+    assert moving_layers(size + 2, "auto") == [*range(size)]
+
+
+def test_models_of_two_layers_or_fewer_move_nothing() -> None:
+    assert [moving_layers(n, 1.0) for n in range(4)] == [[], [], [], [0]]
+
+
+FRACTIONS = (0.0, 0.2, 1 / 3, 0.5, 0.7, 1.0)
+
+
+@pytest.mark.parametrize("options", [{}, {"recompute_granularity": "full"}])
+def test_every_fraction_gives_the_same_bits_in_less_memory(options: dict[str, Any]) -> None:
+    plain = build(8, 128, **options)
+    expected = loss_of(plain)
+    expected.backward()
+    peaks = []
+    for seed, fraction in enumerate(FRACTIONS):
+        moved = build(8, 128, **options)
+        offload = ActivationOffload(CPU, ROOM, smallest_nbytes=256)
+        offload.attach(moved.decoder.layers, fraction=fraction)
+        assert offload.num_moving == round(6 * fraction)
+        with delays(seed):
+            found = loss_of(moved)
+            found.backward()
+        assert found.item() == expected.item()
+        assert_same_bits(gradients(moved), gradients(plain))
+        peaks.append(_growth(8, fraction, **options))
+    assert peaks == sorted(peaks, reverse=True)
+    # Each layer that moves is gone at the peak. Recomputation keeps little, and its peak is a
+    # layer's.
+    assert len(set(peaks)) == len(peaks) or options
+
+
+def test_a_layer_that_moves_has_the_time_of_the_layers_up_to_the_next_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model, seen = build(8), list[str]()
+    offload = ActivationOffload(CPU, ROOM, smallest_nbytes=256)
+    offload.attach(model.decoder.layers, fraction=1 / 3)
+    for number, layer in enumerate(model.decoder.layers):
+        layer.register_forward_pre_hook(lambda *_, n=number: seen.append(f"{n}"))
+        layer.register_full_backward_pre_hook(lambda *_, n=number: seen.append(f"-{n}"))
+    for name, shown in (("send_down", "down"), ("bring_up", "up"), ("wait", "wait")):
+        own = getattr(offload, name)
+        monkeypatch.setattr(
+            offload, name, lambda *given, own=own, shown=shown: (seen.append(shown), own(*given))[1]
+        )
+    loss_of(model).backward()
+    forward = "0 1 down 2 3 4 wait down 5 6 7 wait"
+    backward = "-7 -6 up -5 -4 -3 up wait -2 -1 -0 wait"
+    assert " ".join(seen) == f"{forward} {backward}"
+
+
+class _Timed:
+    """A second for a layer's forward, and some for the copies of one."""
+
+    def __init__(self, seconds_of_copies: float) -> None:
+        self._of_copies = seconds_of_copies
+        self.seconds: float | None = None
+
+    def __enter__(self) -> None:
+        self.seconds = self._of_copies if is_lane_thread() else 1.0
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+
+@pytest.mark.parametrize(("copies", "moving"), [(0.1, 6), (2.0, 4), (4.0, 2), (100.0, 0)])
+def test_auto_moves_as_many_layers_as_copies_hide(
+    copies: float, moving: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(Device, "span", lambda *_: _Timed(copies))
+    plain, moved = build(8), build(8)
+    offload = ActivationOffload(CPU, ROOM, smallest_nbytes=256)
+    offload.attach(moved.decoder.layers, fraction="auto")
+    numbers = []
+    with caplog.at_level(logging.INFO):
+        for seed in range(4):
+            for model in (plain, moved):
+                loss_of(model, seed).backward()
+            numbers.append(offload.num_moving)
+            offload.end_step()
+    # The first step's times are not taken.
+    assert numbers == [6, 6, moving, moving]
+    assert_same_bits(gradients(moved), gradients(plain))
+    assert [f"{moving} of 6 layers" in record.getMessage() for record in caplog.records] == [True]
 
 
 def test_tensors_of_one_storage_move_once_and_weights_do_not() -> None:

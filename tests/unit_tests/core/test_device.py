@@ -96,3 +96,22 @@ def test_peak_memory_grows_with_what_is_allocated():
     # On a rank: this process may have held gigabytes before, which would have to be touched again.
     extra = 64 * 2**20
     assert run_ranks(1, _peak_growth, extra)[0] > 0.5 * extra
+
+
+def test_a_device_is_deterministic_without_exceptions_for_a_while():
+    def settings() -> tuple[bool, bool, bool]:
+        return (
+            torch.are_deterministic_algorithms_enabled(),
+            torch.is_deterministic_algorithms_warn_only_enabled(),
+            torch.utils.deterministic.fill_uninitialized_memory,
+        )
+
+    before = settings()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        outside = settings()
+        with Device("cpu").deterministic():
+            assert settings() == (True, False, False)
+        assert settings() == outside
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megatron.core import device as device_module
 from megatron.core import drivers
@@ -13,7 +14,9 @@ from megatron.core.drivers import (
     CudaDriver,
     Driver,
     PinError,
+    choose_deterministic_algorithms,
     driver_of,
+    kernels_of,
     kinds_of_accelerators,
     leave_failures_to_watchdog,
     register_driver,
@@ -76,6 +79,44 @@ def test_a_kind_that_nobody_knows_is_refused_with_those_that_are_known():
         driver_of("tpu")
 
 
+def test_other_devices_than_accelerators_have_no_special_kernels():
+    assert kernels_of(torch.device("cuda")) is driver_of("cuda")
+    for kind in ("cpu", "meta"):
+        driver = kernels_of(torch.device(kind))
+        assert not driver.has_triton
+        assert not driver.has_varlen_attention
+        before = torch.backends.cuda.cudnn_sdp_enabled()
+        with driver.attention_of_varying_shapes():
+            assert torch.backends.cuda.cudnn_sdp_enabled() == before
+
+
+def test_varying_shapes_leave_out_only_cudnn():
+    enabled = (torch.backends.cuda.flash_sdp_enabled, torch.backends.cuda.mem_efficient_sdp_enabled)
+    for chosen in (SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION):
+        with sdpa_kernel([chosen, SDPBackend.CUDNN_ATTENTION]):
+            before = [ask() for ask in enabled]
+            with driver_of("cuda").attention_of_varying_shapes():
+                assert not torch.backends.cuda.cudnn_sdp_enabled()
+                assert [ask() for ask in enabled] == before, "the user's choice"
+            assert torch.backends.cuda.cudnn_sdp_enabled()
+
+
+@pytest.mark.parametrize(
+    ("chosen", "expected"),
+    [
+        (SDPBackend.CUDNN_ATTENTION, True),
+        (SDPBackend.FLASH_ATTENTION, False),
+        (SDPBackend.EFFICIENT_ATTENTION, False),
+        (SDPBackend.MATH, False),
+    ],
+)
+def test_two_widths_are_taken_where_pytorch_chooses_cudnn(monkeypatch, chosen, expected):
+    heads = [torch.randn(1, 2, 4, width) for width in (192, 192, 128)]
+    assert not driver_of("cuda").takes_two_widths(*heads, 0.0, True), "they are on the CPU"
+    monkeypatch.setattr(torch, "_fused_sdp_choice", lambda *_: chosen.value)
+    assert driver_of("cuda").takes_two_widths(*heads, 0.0, True) is expected
+
+
 def test_a_worker_of_a_device_has_it_as_its_current_one(pretended):
     lane = Device("pretended", 1).host_lane("of the second device")
     lane.enqueue(lambda: pretended.current.append(-1)).synchronize()
@@ -121,6 +162,11 @@ def test_a_gpu_is_found_in_sysfs_by_its_place_on_the_bus(monkeypatch):
 def test_flash_attention_takes_heads_by_the_gpus_generation(monkeypatch, capability, head_dim):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
     assert CudaDriver().flash_head_dim(0) == head_dim
+
+
+def test_free_memory_comes_before_all_of_it(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda index: (3 - index, 8))
+    assert Device("cuda", 1).memory_info() == (2, 8)
 
 
 def test_the_error_of_a_refused_pin_is_not_left_for_the_next_kernel(monkeypatch):
@@ -196,3 +242,23 @@ def test_a_gpu_prepares_for_a_watchdog_and_the_cpu_need_not(monkeypatch):
     assert not OURS.keys() & os.environ.keys()
     Device("cuda").prepare_collectives()
     assert {name: os.environ[name] for name in OURS} == OURS
+
+
+@pytest.mark.parametrize(
+    "given", [{}, {"NCCL_ALGO": "^NVLS"}, {"CUBLAS_WORKSPACE_CONFIG": ":16:8"}]
+)
+def test_libraries_add_up_in_one_order_unless_the_user_chose_another(given):
+    environment = dict(given)
+    choose_deterministic_algorithms(environment)
+    assert environment == {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NCCL_ALGO": "Ring", **given}
+
+
+def test_only_a_gpus_libraries_are_set_for_the_same_bits_each_time(monkeypatch):
+    names = ("CUBLAS_WORKSPACE_CONFIG", "NCCL_ALGO")
+    for name in names:
+        monkeypatch.setenv(name, "")  # so that later settings go again
+        monkeypatch.delenv(name)
+    with Device("cpu").deterministic():
+        assert not any(name in os.environ for name in names)
+    with Device("cuda").deterministic():
+        assert all(name in os.environ for name in names)

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
+from typing import Literal
 
 import pytest
 
@@ -25,6 +26,7 @@ class Example:
     paths: tuple[str, ...] | None = option(None, "some paths")
     sizes: tuple[int, ...] | None = option(None, "some numbers")
     pattern: str | None = option(None, "a list or a number", is_pattern=True)
+    pace: float | Literal["auto"] = option(1.0, "a pace", at_least=0)
     is_loud: bool = option(True, "loud or not", off_flag="--quiet")
     not_an_option: int = 3
 
@@ -36,9 +38,19 @@ FIELDS = {field.name: field for field in options_of(Example)}
 
 
 def test_options_know_their_flags_and_types():
-    assert list(FIELDS) == ["count", "rate", "shape", "paths", "sizes", "pattern", "is_loud"]
+    assert list(FIELDS) == [
+        "count",
+        "rate",
+        "shape",
+        "paths",
+        "sizes",
+        "pattern",
+        "pace",
+        "is_loud",
+    ]
     assert FIELDS["paths"].is_list
     assert FIELDS["paths"].is_optional
+    assert (FIELDS["pace"].scalar, FIELDS["pace"].metavar) == (float, "FLOAT|auto")
     assert FIELDS["is_loud"].flag == "--is-loud"
     assert FIELDS["is_loud"].off_flag == "--quiet"
 
@@ -51,6 +63,7 @@ def test_options_know_their_flags_and_types():
         ({"count": 2.0}, "--count: expected an integer >= 1 and <= 9, got 2.0."),
         ({"count": 2, "rate": 1.0}, "--rate: expected a number > 0 and < 1, got 1.0."),
         ({"count": 2, "rate": float("nan")}, "--rate: expected a number > 0 and < 1, got nan."),
+        ({"count": 2, "pace": "slow"}, "--pace: expected a number >= 0, or auto, got 'slow'."),
         ({"count": 2, "shape": "oval"}, "--shape: expected one of round, square, got 'oval'."),
         ({"count": 2, "paths": "a"}, "--paths: expected a list, each a non-empty string, got 'a'."),
         (
@@ -88,6 +101,8 @@ def test_a_bound_itself_is_admitted(count):
         ("pattern", "[1,0]*2", "[1,0]*2"),
         ("pattern", [1, 1, 0], "[1,1,0]"),
         ("pattern", 4, "4"),
+        ("pace", "auto", "auto"),
+        ("pace", "2", 2.0),
         ("is_loud", "false", False),
     ],
 )
@@ -103,6 +118,7 @@ def test_text_and_yaml_values_become_the_fields_type(name, given, converted):
         ("count", "three"),
         ("count", "1.5"),
         ("is_loud", "1"),
+        ("pace", "AUTO"),
         ("rate", [1]),
         ("shape", [1]),
         ("sizes", ")127,0("),

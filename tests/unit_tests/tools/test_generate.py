@@ -8,6 +8,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 
 import pretrain_gpt
+from megatron.core.drivers import CudaDriver
 from megatron_hybrid import generate
 from megatron_hybrid.checkpoint import command as checkpoint
 from tests.helpers.hf_models import begin_texts, save_model
@@ -53,6 +54,18 @@ def sample(prompt: list[int], **settings) -> list[int]:
         "generator": torch.Generator().manual_seed(0),
     }
     return generate.sample(settings.pop("model", Counting(8)), prompt, **{**defaults, **settings})
+
+
+def test_sampling_uses_no_attention_kernel_that_is_built_for_each_length(monkeypatch):
+    class Watching(Counting):
+        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+            may_use_cudnn.append(torch.backends.cuda.cudnn_sdp_enabled())
+            return super().forward(tokens)
+
+    may_use_cudnn: list[bool] = []
+    monkeypatch.setattr(generate, "kernels_of", lambda _: CudaDriver())
+    sample([0], model=Watching(8))
+    assert may_use_cudnn == [False] * 4
 
 
 def test_sampling_ends_at_the_end_token_and_shows_the_model_its_context():

@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,9 @@ from hypothesis import strategies as st
 
 from megatron.core.device import Device
 from megatron.core.options import ConfigError
+from megatron.training.step_memory import fit, rows_of
 from megatron_hybrid.plan import measure
-from megatron_hybrid.plan.answer import Limits, answer, rows_of
+from megatron_hybrid.plan.answer import Limits, answer
 from megatron_hybrid.plan.command import main
 from megatron_hybrid.plan.planned_run import OFFLOADING, PlannedRun
 from megatron_hybrid.plan.quantities import (
@@ -223,6 +225,53 @@ def test_a_run_that_does_not_fit_without_offloading_is_offloaded():
     assert found.memory.device_nbytes <= limit
     plenty = answer(DEVICE, Limits(device=1 << 40), None, None)
     assert (plenty.is_chosen, plenty.fraction) == (False, None)
+
+
+def _with_activations(fraction: float | str) -> PlannedRun:
+    flags = ["--activation-offload", "--activation-offload-fraction", str(fraction)]
+    return PlannedRun([*FLAGS, *flags, "--activation-offload-min-kib", "1"], 1, "cuda")
+
+
+def test_the_largest_activation_fraction_that_is_hidden_is_hidden_and_the_next_is_not():
+    whole = answer(_with_activations(1.0), Limits(), MACHINE, None)
+    forward, copies = whole.time.forward, whole.time.activations
+    # A link that moves three and a half layers' in a forward.
+    machine = replace(MACHINE, link_bytes=MACHINE.link_bytes * copies / forward * 3.5 / 4)
+    found = answer(_with_activations(1.0), Limits(), machine, None)
+    assert found.time.exposed_activations > 0
+    assert found.activation_fraction == 0.75, "three of the four that may move"
+    assert "largest activation offload fraction that costs nothing  0.75" in format_answer(found)
+    assert "of forward" in format_answer(found)
+    others = [answer(_with_activations(f), Limits(), machine, None) for f in (0.5, 0.75, "auto")]
+    assert [other.time.exposed_activations for other in others] == [0.0] * 3
+    assert [other.activation_fraction for other in others] == [0.75] * 3
+    assert found.to_json()["largest_activation_fraction_that_is_hidden"] == 0.75
+    on_device = [one.memory.device_nbytes for one in (*others, found)]
+    assert on_device[0] > on_device[1] > on_device[2] == on_device[3]
+    none = answer(DEVICE, Limits(), machine, None)
+    assert none.activation_fraction is None
+
+
+AUTO = [*FLAGS, "--optimizer-cpu-offload", "--optimizer-offload-fraction", "auto"]
+
+
+def test_auto_is_planned_as_a_run_chooses_it():
+    run = PlannedRun(AUTO, 2, "cuda")
+    for share in (0, 30, 70, 100):
+        least, most = (run.memory(fraction).device_nbytes for fraction in (1.0, 0.0))
+        limit = least + share * (most - least) // 100
+        found = answer(run, Limits(device=limit), None, None)
+        fraction, memory = fit(run.model, run.config.engine(), 2, "cuda", limit)
+        assert (found.fraction, found.memory) == (fraction, memory)
+        assert found.is_chosen
+        assert f"offload fraction {fraction:g}, the smallest" in format_answer(found)
+    assert found.fraction == 0.0
+    with pytest.raises(ConfigError, match="No offload fraction fits"):
+        answer(run, Limits(device=least - 1), None, None)
+    with pytest.raises(ConfigError, match="--gpu-memory"):
+        answer(run, Limits(), None, None)
+    on_cpu = answer(PlannedRun(AUTO, 2, "cpu"), Limits(), None, None)
+    assert (on_cpu.fraction, on_cpu.is_chosen) == (0.0, False)
 
 
 def test_the_other_dtype_of_main_gradients_is_planned_as_a_run_with_it_would_be():

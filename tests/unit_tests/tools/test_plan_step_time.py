@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks import gpu_step
-from megatron_hybrid.plan.step_time import Machine, Overlap, Work, step_time
+from megatron.core.optimizer.config import OptimizerConfig, Overlap
+from megatron_hybrid.plan.step_time import Machine, Work, step_time
 from megatron_hybrid.plan.workload import flops_of_microbatch, work_of
 from tests.helpers.doc_commands import DOCS
 
@@ -37,14 +38,44 @@ def test_weights_that_go_up_longer_than_the_pass_are_the_links():
     assert (time.parts["host pass"], time.parts["link"]) == (0.0, 19.0)
 
 
+def test_activations_hide_behind_each_forward_and_each_backward():
+    # A forward takes a second, a backward two, and there are four of each.
+    waits = [
+        step_time(replace(WORK, activations=nbytes), MACHINE).exposed_activations
+        for nbytes in (0.0, 10.0, 15.0, 30.0)
+    ]
+    assert waits == [0.0, 0.0, 4 * 0.5, 4 * (2.0 + 1.0)]
+    time = step_time(replace(WORK, activations=30.0), MACHINE)
+    assert (time.forward, time.activations, time.parts["link"]) == (1.0, 3.0, 12.0)
+    assert time.hides_offloading, "the optimizer does not wait for them"
+    few = step_time(replace(WORK, activations=30.0, hides_activations=True), MACHINE)
+    assert few.exposed_activations == 0.0
+    on_host = replace(MACHINE, device_is_host=True)
+    assert step_time(replace(WORK, activations=10.0), on_host).exposed_activations == 8.0
+
+
 @pytest.mark.parametrize(
     ("overlap", "exposed"),
-    [(Overlap.FORWARD, (2.0, 0.0)), (Overlap.TRANSFERS, (3.0, 0.0)), (Overlap.NONE, (3.0, 2.0))],
+    [
+        (Overlap.ALL, (2.0, 0.0)),
+        (Overlap.FORWARD, (2.0, 1.0)),
+        (Overlap.FETCH, (3.0, 0.0)),
+        (Overlap.TRANSFERS, (3.0, 1.0)),
+        (Overlap.NONE, (3.0, 2.0)),
+    ],
 )
-def test_each_flag_of_overlap_hides_more(overlap, exposed):
+def test_each_overlap_hides_its_own_part(overlap, exposed):
     work = replace(WORK, host_pass=150.0, down=10.0, up=10.0, overlap=overlap)
     time = step_time(work, MACHINE)
     assert (time.exposed_host, time.exposed_link) == exposed
+
+
+def test_two_flags_have_three_answers():
+    transfers = {"optimizer_cpu_offload": True, "overlap_cpu_optimizer_d2h_h2d": True}
+    assert OptimizerConfig().overlap is Overlap.NONE
+    assert OptimizerConfig(**transfers).overlap is Overlap.FETCH
+    both = OptimizerConfig(**transfers, overlap_optimizer_with_forward=True)
+    assert both.overlap is Overlap.ALL
 
 
 def test_collectives_are_counted_if_the_interconnect_is_known():

@@ -17,7 +17,7 @@ from megatron.core.optimizer.planned_memory import plan_memory
 from megatron.core.transformer.linear_cross_entropy import ACCELERATOR
 from megatron.training.arguments import parse_config
 from megatron.training.config import RunConfig
-from megatron.training.engines import state_settings
+from megatron.training.step_memory import state_settings
 
 EXAMPLE = Path(__file__).resolve().parents[3] / "examples" / "llama3_8b_offload_1gpu.yaml"
 ROW = re.compile(r"#   (?P<name>\S.*?)  +(?P<factors>\d bytes x [\dx, ]+)?.* (?P<size>\S+ [GM]iB)")
@@ -81,7 +81,7 @@ def test_the_model_is_llama_3_8b(config):
 def test_the_host_memory_it_names_is_what_the_preflight_asks_for(config):
     plan = plan_offload(model_of(config), config.optimizer)
     planned = plan_memory(
-        model_of(config), state_settings(config.engine(), 1, pins_memory=True), plan
+        model_of(config), state_settings(config.engine(), 1, is_accelerator=True), plan
     )
     needs = {need.what: need.nbytes for need in planned.host_needs}
     expected = {

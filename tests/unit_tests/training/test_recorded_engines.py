@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from megatron.core.distributed.fsdp.gradients import GroupGradients
 from megatron.core.distributed.fsdp.parameter_group import FsdpParameterGroup, group_of
 from megatron.core.optimizer.cpu_offloading.bucket import FsdpBucket
-from megatron.core.optimizer.kernels.host_adam import HostAdam
+from megatron.core.optimizer.kernels.host_adam import Ticket
 from megatron.core.timeline import NoTimeline, Timeline
 from megatron.core.trace_file import (
     ACTIVATIONS,
@@ -38,7 +38,7 @@ SLOWED = {
     GATHER: (FsdpParameterGroup, "_gather"),
     REDUCE: (GroupGradients, "_carry_out"),
     D2H: (FsdpBucket, "fetch_early"),
-    HOST: (HostAdam, "run"),
+    HOST: (Ticket, "wait"),
     H2D: (FsdpBucket, "send"),
 }
 

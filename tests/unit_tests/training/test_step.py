@@ -430,7 +430,7 @@ def _calls_of_a_step(flags: list[str], num_layers: int) -> dict[str, int]:
             calls[phase] += 1
             # What hands work over: the kernel's threads, and another lane's.
             if phase == "after the read" and frame.f_code in (
-                HostAdam.run.__code__,
+                HostAdam.submit.__code__,
                 ThreadLane.enqueue.__code__,
             ):
                 phase = None

@@ -211,7 +211,8 @@ class Index:
             expect(save_id == marker.save_id, f"save id {marker.save_id}", save_id, source)
 
         reader = _Reader([_writer(values, marker, source) for values in writers], source)
-        index = cls(save_id, *map(reader.tensors, groups))
+        tensors, plain, exported = map(reader.tensors, groups)
+        index = cls(save_id, tensors, plain, exported)
         for key, (_, dtype, shape, chunks) in index.plain.items():
             is_blob = dtype is torch.uint8 and len(shape) == len(chunks) == 1
             got = f"{dtype} of shape {shape} in {len(chunks)} chunks"

@@ -1,5 +1,6 @@
 """Writes a rank's data file, and its rows of exported files, through buffers that all saves share.
 
+    d2h lane        copies tensors of a device down, piece by piece, into pinned memory
     saving thread   copies a block into the current buffer, and hashes it while it is cached
     disk lane       opens the files and writes the full buffers, in order, to the store's sink
 
@@ -17,9 +18,10 @@ queued for the disk, more are added. The step continues once the states have bee
 memory. The pool grows up to a share of the free memory, and keeps its buffers for later saves.
 Beyond that share, the save waits for the disk.
 
-This has not been measured on a GPU. One thread copies a span and then hashes it, so the link is
-idle while it hashes, and hashing limits the speed where it is slower than the link. The first save
-that stages also pins the memory, slab by slab; later saves reuse it.
+The buffers are not pinned: that would take seconds per GiB in the middle of training, whose kernel
+launches would wait for the driver meanwhile. Only two small pieces are, from the start, through
+which all bytes of a device come down: while one is copied to a buffer and hashed, the link fills
+the other. This has not been measured on a GPU; copying and hashing probably limit the speed.
 
 States in host memory are not staged, since a copy would need as much host memory again.
 
@@ -45,8 +47,7 @@ import torch
 from megatron.core.device import Device
 from megatron.core.dist_checkpointing.format.index import ExportedRows
 from megatron.core.dist_checkpointing.format.manifest import BLOCK_BYTES, DATA_ALIGNMENT, digests_of
-from megatron.core.dist_checkpointing.state.entries import TensorBytes
-from megatron.core.drivers import PinError
+from megatron.core.dist_checkpointing.state.entries import Landing, TensorBytes
 from megatron.core.host_memory import HostLimits, HostMemoryError, HostSlab, format_bytes
 from megatron.core.lanes import Event, Lane
 from megatron.core.shared_file import MEMORY_ALIGNMENT, SharedFile, address_of
@@ -127,11 +128,11 @@ DataSink: TypeAlias = LocalSink | RemoteSink
 
 
 class BufferPool:
-    """Page-aligned buffers for a rank's data files, pinned on a GPU. One file at a time uses them.
+    """Page-aligned buffers for a rank's data files. One file at a time uses them.
 
     Attributes:
         buffer_bytes: of each buffer.
-        d2h: the lane on which a device fills them.
+        landing: where bytes of a device arrive, pinned on a GPU.
         staged_bytes: of the buffers that have been added; see [Note: staging].
     """
 
@@ -156,8 +157,6 @@ class BufferPool:
             HostMemoryError, PinError: as `HostSlab` does.
         """
         self.buffer_bytes = buffer_bytes
-        # Tensors are copied while the device computes. (Not run on a GPU yet.)
-        self.d2h = device.lane("checkpoint d2h")
         self.staged_bytes = 0
         self._device = device
         self._staging_share = staging_share
@@ -165,9 +164,16 @@ class BufferPool:
 
         # Zeroed, to touch every page here and not within the first save.
         nbytes = num_buffers * buffer_bytes
-        slab = HostSlab(nbytes, device, is_pinned=True, purpose="checkpoint buffers")
+        slab = HostSlab(nbytes, device, is_pinned=False, purpose="checkpoint buffers")
         slab.tensor(0, slab.nbytes, torch.uint8).zero_()
-        self._buffers = self._cut(slab)
+        self._buffers = _cut(slab, buffer_bytes)
+
+        # Tensors are copied while the device computes. (Not run on a GPU yet.) Without one, nothing
+        # touches the pieces, which then cost addresses only.
+        piece_bytes = max(1, buffer_bytes // 2 // BLOCK_BYTES) * BLOCK_BYTES
+        pieces = HostSlab(2 * piece_bytes, device, is_pinned=True, purpose="copies of checkpoints")
+        lane = device.lane("checkpoint d2h")
+        self.landing = Landing(lane, tuple(_cut(pieces, piece_bytes)))
         self._is_lent = threading.Lock()
 
     def lend(self) -> list[memoryview]:
@@ -187,8 +193,8 @@ class BufferPool:
 
         nbytes = num_buffers * self.buffer_bytes
         try:
-            slab = HostSlab(nbytes, self._device, is_pinned=True, purpose="staging a checkpoint")
-        except (HostMemoryError, PinError) as error:
+            slab = HostSlab(nbytes, self._device, is_pinned=False, purpose="staging a checkpoint")
+        except HostMemoryError as error:
             # The save continues with the buffers it has, and takes longer.
             logger.warning(
                 "Staging checkpoints in %s, and no more: %s", format_bytes(self.staged_bytes), error
@@ -196,7 +202,7 @@ class BufferPool:
             self._staging_share = 0.0
             return []
 
-        added = self._cut(slab)
+        added = _cut(slab, self.buffer_bytes)
         self._buffers += added
         self.staged_bytes += nbytes
         return added
@@ -217,13 +223,11 @@ class BufferPool:
         part = available / self._num_local_ranks + self.staged_bytes
         return max(0, int(self._staging_share * part - self.staged_bytes) // self.buffer_bytes)
 
-    def _cut(self, slab: HostSlab) -> list[memoryview]:
-        """A slab's buffers, which keep it alive."""
-        whole = slab.tensor(0, slab.nbytes, torch.uint8).numpy().data
-        return [
-            whole[begin : begin + self.buffer_bytes]
-            for begin in range(0, slab.nbytes, self.buffer_bytes)
-        ]
+
+def _cut(slab: HostSlab, nbytes: int) -> list[memoryview]:
+    """A slab's buffers of this size, which keep it alive."""
+    whole = slab.tensor(0, slab.nbytes, torch.uint8).numpy().data
+    return [whole[begin : begin + nbytes] for begin in range(0, slab.nbytes, nbytes)]
 
 
 class _Segment(NamedTuple):
@@ -344,7 +348,9 @@ class DataFileWriter:
         if in_place is not None and address_of(in_place) % MEMORY_ALIGNMENT == 0:
             return self._write_in_place(in_place)
 
-        return source.copy_out(lambda _, nbytes: self._extend(nbytes, BLOCK_BYTES), self._pool.d2h)
+        return source.copy_out(
+            lambda _, nbytes: self._extend(nbytes, BLOCK_BYTES), self._pool.landing
+        )
 
     def write_rows(
         self, rows: ExportedRows, tensor: torch.Tensor, scale: torch.Tensor | None = None
@@ -363,7 +369,7 @@ class DataFileWriter:
         def target_of(begin: int, nbytes: int) -> memoryview:
             return self._extend_rows(rows.file, rows.offset + begin, nbytes)
 
-        return TensorBytes(tensor, scale, rows.dtype).copy_out(target_of, self._pool.d2h)
+        return TensorBytes(tensor, scale, rows.dtype).copy_out(target_of, self._pool.landing)
 
     def read_in_place(self) -> Event | None:
         """Returns an event after which no tensor so far is read; None if all have been read."""

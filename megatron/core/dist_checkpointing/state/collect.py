@@ -39,7 +39,6 @@ from megatron.core.distributed.fsdp.parameter_group import FsdpParameterGroup, g
 from megatron.core.distributed.fsdp.placement import sharded_axes
 from megatron.core.distributed.torch_fsdp2 import reshard
 from megatron.core.dtensors import local_tensor
-from megatron.core.optimizer.rule_optimizer import RuleOptimizer
 from megatron.core.optimizer.state_units import StateUnit, state_units
 from megatron.core.optimizer.torch_optimizer import init_states
 from megatron.core.transformer.fused_weight import FusedWeight, fused_weights
@@ -167,7 +166,7 @@ class _Collector:
             # Sorted: all ranks use one order, whichever state each of them has made first.
             found += self._weight(parameter)
             for name in sorted(states) if with_states else ():
-                found += self._state(unit.optimizer, parameter, name, states[name])
+                found += self._state(unit, parameter, name, states[name])
         return found
 
     def private(self, tensors: Mapping[str, torch.Tensor]) -> list[Entry]:
@@ -199,7 +198,7 @@ class _Collector:
         return self._like(parameter, Values(local_tensor(parameter).detach()), "model.", "")
 
     def _state(
-        self, optimizer: torch.optim.Optimizer, parameter: torch.Tensor, name: str, value: Any
+        self, unit: StateUnit, parameter: torch.Tensor, name: str, value: Any
     ) -> list[Entry]:
         fqn = self._fqns[parameter]
         if not isinstance(value, torch.Tensor):
@@ -209,8 +208,8 @@ class _Collector:
             )
 
         values = Values(local_tensor(value).detach())
-        if isinstance(optimizer, RuleOptimizer) and scaled_states.is_scaled(value.dtype):
-            values = ScaledValues(optimizer, parameter, name)
+        if unit.scaled_by is not None and scaled_states.is_scaled(value.dtype):
+            values = ScaledValues(unit.scaled_by, parameter, name)
         if value.shape == parameter.shape and value.dim():
             return self._like(parameter, values, "optimizer.state.", f".{name}")
 

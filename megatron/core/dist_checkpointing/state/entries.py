@@ -22,6 +22,7 @@ finished: the file would contain whatever the memory contained, and the digests 
 from __future__ import annotations
 
 import copy
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -36,10 +37,9 @@ from megatron.core.dist_checkpointing.format.index import Export, Index, SavedAs
 from megatron.core.dist_checkpointing.format.manifest import BLOCK_BYTES, digests_of
 from megatron.core.dist_checkpointing.layout.boxes import Box
 from megatron.core.dtensors import local_tensor
-from megatron.core.lanes import Lane
-from megatron.core.optimizer.rule_optimizer import RuleOptimizer
+from megatron.core.lanes import Event, Lane
 from megatron.core.optimizer.state_tensors import like
-from megatron.core.optimizer.state_units import StateUnit
+from megatron.core.optimizer.state_units import KeepsScales, StateUnit
 
 
 class Stored(NamedTuple):
@@ -88,7 +88,7 @@ class Values:
 class ScaledValues(Values):
     """A state in a format with a scale, whose values are saved in fp32."""
 
-    def __init__(self, optimizer: RuleOptimizer, parameter: torch.Tensor, name: str) -> None:
+    def __init__(self, optimizer: KeepsScales, parameter: torch.Tensor, name: str) -> None:
         super().__init__(local_tensor(optimizer.state[parameter][name]))
         self._place = (optimizer, parameter, name)
         self._loaded: torch.Tensor | None = None
@@ -224,6 +224,19 @@ def lies_on_device(tensor: torch.Tensor) -> bool:
     return tensor.device.type != "cpu"
 
 
+class Landing(NamedTuple):
+    """Where the bytes of a device arrive.
+
+    Attributes:
+        lane: copies them.
+        pieces: of host memory that the device reaches directly, of one size, a number of blocks.
+            With two of them, one is read while the other is filled.
+    """
+
+    lane: Lane
+    pieces: tuple[memoryview, ...]
+
+
 class TensorBytes:
     """The values of one tensor, row by row, for one save.
 
@@ -265,47 +278,49 @@ class TensorBytes:
             return None
         return self._piece(0, self.nbytes).numpy().data
 
-    def copy_out(self, target_of: Callable[[int, int], memoryview], d2h: Lane) -> tuple[str, ...]:
-        """Copies all bytes, piece by piece, and hashes each at once. When this returns, they have
-        been read. From a device, products with a scale and values in another dtype take as much
-        memory there.
+    def copy_out(
+        self, target_of: Callable[[int, int], memoryview], landing: Landing
+    ) -> tuple[str, ...]:
+        """Copies all bytes, block by block, and hashes each at once, while it is in the cache. When
+        this returns, they have been read.
 
         Args:
             target_of: given the first byte and how many there are at most, where they are to be
                 copied: a whole number of blocks, or all the rest.
+            landing: where they arrive from a device.
 
         Returns:
             The digest of each block.
         """
-        # From a device, as much as there is room for. On the host, one block, which stays in the
-        # cache until it is hashed.
-        largest = self.nbytes if self.is_on_device else BLOCK_BYTES
+        arrivals = _Arrivals(self, landing) if self.is_on_device else None
+        copy = self._copy if arrivals is None else arrivals.copy
         digests: list[str] = []
         begin = 0
-        while begin < self.nbytes:
-            target = target_of(begin, min(largest, self.nbytes - begin))
-            self._copy(begin, target, d2h)
-            digests += digests_of(target)
-            begin += target.nbytes
+        try:
+            while begin < self.nbytes:
+                target = target_of(begin, min(BLOCK_BYTES, self.nbytes - begin))
+                copy(begin, target)
+                digests += digests_of(target)
+                begin += target.nbytes
+        finally:
+            if arrivals is not None:
+                arrivals.finish()
         return tuple(digests)
 
-    def _copy(self, begin: int, target: memoryview, d2h: Lane) -> None:
-        if self.is_on_device:
-            d2h.enqueue(partial(self._copy_down, begin, target)).synchronize()
-        elif self._is_converted:
-            # Straight to its place: a piece of memory for the new values would cost as much again.
-            values = torch.frombuffer(target, dtype=self._dtype)
-            values.copy_(self._values(begin, target.nbytes))
-        else:
-            # NumPy copies in this thread. torch would use many threads, and take the cores of the
-            # computation during the save.
-            np.copyto(np.frombuffer(target, np.uint8), self._piece(begin, target.nbytes).numpy())
-
-    def _copy_down(self, begin: int, target: memoryview) -> None:
+    def send_down(self, begin: int, target: memoryview) -> None:
+        """Copies bytes of a device. The host does not wait."""
         # The piece may be freed before the copy is done: its memory belongs to the lane's stream,
         # which reuses it in order.
         piece = self._piece(begin, target.nbytes)
         torch.frombuffer(target, dtype=torch.uint8).copy_(piece, non_blocking=True)
+
+    def _copy(self, begin: int, target: memoryview) -> None:
+        if self._is_converted:
+            # Straight to its place: a piece of memory for the new values would cost as much again.
+            values = torch.frombuffer(target, dtype=self._dtype)
+            values.copy_(self._values(begin, target.nbytes))
+        else:
+            _copy_bytes(target, self._piece(begin, target.nbytes).numpy())
 
     def _piece(self, begin: int, nbytes: int) -> torch.Tensor:
         """uint8 [nbytes], on the tensor's device."""
@@ -318,3 +333,44 @@ class TensorBytes:
             self._flat = self._tensor.contiguous().as_strided((self._tensor.numel(),), (1,))
         part = self._flat[begin // self._itemsize : (begin + nbytes) // self._itemsize]
         return part if self._scale is None else scaled_states.read(part, self._scale)
+
+
+class _Arrivals:
+    """The bytes of a tensor on a device: while the host reads a piece, the next one comes down."""
+
+    def __init__(self, source: TensorBytes, landing: Landing) -> None:
+        self._source = source
+        self._lane, self._pieces = landing
+        self._number = -1  # of the piece that has arrived last
+        self._on_its_way: deque[Event] = deque()
+        self._sent = 0  # bytes
+
+    def copy(self, begin: int, target: memoryview) -> None:
+        """Copies bytes of one piece, which has to come next if it is not there yet."""
+        number, offset = divmod(begin, self._pieces[0].nbytes)
+        if number > self._number:
+            # The piece before this one has been read, so its memory takes the next one.
+            while len(self._on_its_way) < len(self._pieces) and self._sent < self._source.nbytes:
+                self._send()
+            self._on_its_way.popleft().synchronize()
+            self._number = number
+        piece = self._pieces[number % len(self._pieces)]
+        _copy_bytes(target, np.frombuffer(piece[offset : offset + target.nbytes], np.uint8))
+
+    def finish(self) -> None:
+        """Waits for pieces that nobody reads, after an error."""
+        while self._on_its_way:
+            self._on_its_way.popleft().synchronize()
+
+    def _send(self) -> None:
+        number = self._sent // self._pieces[0].nbytes
+        piece = self._pieces[number % len(self._pieces)][: self._source.nbytes - self._sent]
+        work = partial(self._source.send_down, self._sent, piece)
+        self._on_its_way.append(self._lane.enqueue(work))
+        self._sent += piece.nbytes
+
+
+def _copy_bytes(target: memoryview, source: np.ndarray[Any, Any]) -> None:
+    # NumPy copies in this thread, without the GIL. torch would use many threads, and take the cores
+    # of the computation during the save.
+    np.copyto(np.frombuffer(target, np.uint8), source)

@@ -17,12 +17,14 @@ waits, such as a gradient that only some ranks have, is found before the optimiz
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _coalescing_manager
 
 from megatron.core.issued_collectives import issuing
 from megatron.core.rank_waits import waiting_for_ranks
@@ -37,6 +39,8 @@ FIRST_TAG = 2**30
 _PIECE_NUMEL = 1048576
 # Elements added up at a time, few enough to stay in the cache: 256 KiB in fp32.
 _SUM_NUMEL = 65536
+# Elements divided at a time on a device, where that takes a copy: 64 MiB in fp32.
+_DIVIDED_NUMEL = 1 << 24
 
 
 class Label(NamedTuple):
@@ -46,14 +50,24 @@ class Label(NamedTuple):
         tag: of its messages on the CPU; see [Note: tags]. Two threads that communicate over one
             group must not use the same.
         name: of the tensors, for the watchdog and for errors.
+        ends: what follows the collective is appended to this list, for one that `carry_out` starts
+            together with others; None: it is done at once.
     """
 
     tag: int = FIRST_TAG
     name: str = ""
+    ends: list[Callable[[], None]] | None = None
 
     def describe(self, operation: str, numel: int) -> str:
         """Completes "waiting in the ..."."""
         return f"{operation} of {self.name or f'{numel} elements'}"
+
+    def end(self, work: Callable[[], None]) -> None:
+        """Does what follows the collective, now or when all have been started."""
+        if self.ends is None:
+            work()
+        else:
+            self.ends.append(work)
 
 
 UNLABELLED = Label()
@@ -66,6 +80,53 @@ def tag_of(*key: int) -> int:
     receives the messages of a tag in the same order.
     """
     return FIRST_TAG + 2 + zlib.crc32(repr(key).encode()) % (2**31 - FIRST_TAG - 2)
+
+
+class Move(NamedTuple):
+    """Work that a lane carries out.
+
+    Attributes:
+        work: calls collectives, with the label that it gets.
+        group: the process group of its only all-gather or reduce-scatter; None for other work.
+        buffer: the tensor that the collective sends.
+        dtype: in which a GPU's backend sends it.
+    """
+
+    work: Callable[[Label], None]
+    group: dist.ProcessGroup | None
+    buffer: torch.Tensor
+    dtype: torch.dtype
+    label: Label
+
+
+def carry_out(moves: Sequence[Move]) -> None:
+    """Carries out moves of one kind. Collectives over the same group start together: on the CPU all
+    messages are in flight at once, and a GPU's backend launches one kernel for all of a dtype.
+    """
+    together: dict[object, list[Move]] = {}
+    for number, move in enumerate(moves):
+        key = number if move.group is None else (move.group, move.dtype)
+        together.setdefault(key, []).append(move)
+    for own in together.values():
+        _start_together(own)
+
+
+def _start_together(moves: Sequence[Move]) -> None:
+    first, ends = moves[0], list[Callable[[], None]]()
+    if len(moves) == 1:
+        first.work(first.label)
+        return
+
+    with ExitStack() as stack:
+        if first.buffer.device.type != "cpu":
+            numel = sum(move.buffer.numel() for move in moves)
+            name = first.label.describe(f"{len(moves)} collectives", numel)
+            stack.enter_context(issuing(name, first.buffer))
+            stack.enter_context(_coalescing_manager(first.group))
+        for move in moves:
+            move.work(move.label._replace(ends=ends))
+    for end in ends:
+        end()
 
 
 @dataclass(frozen=True)
@@ -108,7 +169,7 @@ def all_gather(
     works += [dist.isend(own, group=group, group_dst=peer, tag=tag) for peer in others]
     if parts[rank].data_ptr() != own.data_ptr():
         parts[rank].copy_(own)
-    _finish(works, name)
+    label.end(lambda: _finish(works, name))
 
 
 def combine(tensor: torch.Tensor, group: dist.ProcessGroup, *, by_maximum: bool = False) -> None:
@@ -136,12 +197,12 @@ def reduce_scatter(
     On the CPU the parts travel in the dtype of `whole`, are added in fp32 (own part first, then the
     others' by rank) and rounded once, to the dtype of `out`. So bf16 gradients summed in fp32 send
     2 bytes an element and give the bits that sending them widened would. On a GPU they are cast to
-    `how.device_dtype` first, and added as NCCL does.
+    `how.device_dtype` first, unless they have it, and added as NCCL does.
 
     Args:
         out: flat, contiguous; may be this rank's part of `whole` itself, but no other.
         whole: flat, contiguous; as many elements as all parts together. Unchanged, unless `out`
-            is part of it.
+            is part of it; on a GPU this rank's part may be overwritten.
     """
     rank, parts = _parts(whole, out, group)
     if out.device.type == "cpu":
@@ -244,13 +305,18 @@ def _exchange_and_add(
     ]
 
     name = label.describe("reduce-scatter", out.numel() * len(parts))
-    for number, begin in enumerate(begins):
-        _finish(works, name)
-        works = receive(number + 1)
-        size = min(length, out.numel() - begin)
-        own = parts[rank][begin : begin + size]
-        _add_up(out[begin : begin + size], [own, *received[number % 2, :, :size]], how)
-    _finish(sends, name)
+
+    def finish() -> None:
+        arriving = works
+        for number, begin in enumerate(begins):
+            _finish(arriving, name)
+            arriving = receive(number + 1)
+            size = min(length, out.numel() - begin)
+            own = parts[rank][begin : begin + size]
+            _add_up(out[begin : begin + size], [own, *received[number % 2, :, :size]], how)
+        _finish(sends, name)
+
+    label.end(finish)
 
 
 def _reduce_scatter_with_backend(
@@ -262,29 +328,36 @@ def _reduce_scatter_with_backend(
 ) -> None:
     dtype = how.device_dtype or out.dtype
     is_direct = out.dtype == dtype and not how.accumulates
-    result = out if is_direct else torch.empty_like(out, dtype=dtype)
+    sent = whole.to(dtype)
+    # In place where the result is not yet `out`, as NCCL allows: it takes no more memory.
+    result = out if is_direct else sent.narrow(0, dist.get_rank(group) * out.numel(), out.numel())
     op = dist.ReduceOp.AVG if how.is_average else dist.ReduceOp.SUM
     with issuing(label.describe("reduce-scatter", whole.numel()), whole):
-        _reduce_scatter_on_device(result, whole.to(dtype), op=op, group=group)
+        _reduce_scatter_on_device(result, sent, op=op, group=group)
 
-    if how.divisor != 1:
-        result.div_(how.divisor)
-    if how.accumulates:
-        out.add_(result)
-    elif not is_direct:
-        out.copy_(result)
+    def finish() -> None:
+        if how.divisor != 1:
+            result.div_(how.divisor)
+        if how.accumulates:
+            out.add_(result)
+        elif not is_direct:
+            out.copy_(result)
+
+    label.end(finish)
 
 
 def _alone(out: torch.Tensor, whole: torch.Tensor, how: Reduction) -> None:
     """The reduction over one rank, on a device."""
     # The backend would take a cast copy first, and its result would be copied once more.
-    if how.divisor != 1:
-        dtype = torch.promote_types(whole.dtype, torch.float32)
-        whole = whole.to(dtype, copy=True).div_(how.divisor)
-    if how.accumulates:
-        out.add_(whole)
-    elif out.data_ptr() != whole.data_ptr() or out.dtype != whole.dtype:
-        out.copy_(whole)
+    dtype = torch.promote_types(whole.dtype, torch.float32)
+    length = max(1, whole.numel()) if how.divisor == 1 else _DIVIDED_NUMEL
+    for result, part in zip(out.split(length), whole.split(length), strict=True):
+        if how.divisor != 1:
+            part = part.to(dtype, copy=True).div_(how.divisor)
+        if how.accumulates:
+            result.add_(part)
+        elif result.data_ptr() != part.data_ptr() or result.dtype != part.dtype:
+            result.copy_(part)
 
 
 def _add_up(out: torch.Tensor, parts: list[torch.Tensor], how: Reduction) -> None:

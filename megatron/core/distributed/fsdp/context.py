@@ -47,7 +47,7 @@ class ScheduledModule(Protocol):
 class _InFlight(NamedTuple):
     """A reduction in flight."""
 
-    group: FsdpParameterGroup
+    groups: Sequence[FsdpParameterGroup]
     event: Event
 
 
@@ -142,6 +142,8 @@ class FsdpContext:
         """Takes a new group."""
         self._groups.append(weakref.ref(group))
         self._add_histories(group.histories)
+        if self.reduce_lane is not self.gather_lane and group.gradients is not None:
+            group.gradients.reduce_alongside_gathers()
 
     def absorb(self, other: FsdpContext) -> None:
         """Takes over another open context, once a module that contains the modules of both is
@@ -270,8 +272,7 @@ class FsdpContext:
         is_needed: bool = True,
     ) -> None:
         if is_needed:
-            for group in module.parameter_groups:
-                group.unshard(self.gather_lane)
+            self.gather(module.parameter_groups)
 
         # The memory of a wrong guess is freed before more is taken.
         guessed, self._guessed = self._guessed, []
@@ -282,8 +283,7 @@ class FsdpContext:
         for reference in told or guess:
             other = reference()
             if other is not None and not other.is_unsharded:
-                for group in other.parameter_groups:
-                    self._prefetch(group)
+                self._prefetch(other.parameter_groups)
                 if not told:
                     self._guessed.append(reference)
 
@@ -292,8 +292,13 @@ class FsdpContext:
             for group in module.parameter_groups:
                 group.wait_unsharded()
 
-    def _prefetch(self, group: FsdpParameterGroup) -> None:
-        """Starts to gather the full weights of a group that is used after the module about to run.
+    def gather(self, groups: Sequence[FsdpParameterGroup]) -> None:
+        """Starts to gather the full weights of a unit's groups, together."""
+        if groups:
+            groups[0].unshard(self.gather_lane, groups[1:])
+
+    def _prefetch(self, groups: Sequence[FsdpParameterGroup]) -> None:
+        """Starts to gather the full weights of groups that are used after the module about to run.
 
         [Note: deliveries] Weights that an optimizer updates in host memory are delivered by work
         that the host has yet to issue, and a stream can wait only for work that has been issued.
@@ -305,10 +310,11 @@ class FsdpContext:
         Why not look whether the delivery is done? That differs from rank to rank, and so would the
         order in which ranks issue their collectives. Whether there is one is the same everywhere.
         """
-        if self.lanes_issue_at_once and group.delivery.is_announced:
+        is_late = self.lanes_issue_at_once and any(g.delivery.is_announced for g in groups)
+        for group in groups if is_late else ():
             group.reserve()
-        else:
-            group.unshard(self.gather_lane)
+        if not is_late:
+            self.gather(groups)
 
     # Gradients
 
@@ -323,31 +329,35 @@ class FsdpContext:
             Variable._execution_engine.queue_callback(backward.finish)
 
     def make_room(self, group: FsdpParameterGroup) -> None:
-        """Waits until a group may collect: its last reduction is done, and at most one other is
-        in flight, which bounds the memory of whole gradients.
+        """Waits until a group may collect: its last reduction is done, and at most one other unit's
+        is in flight, which bounds the memory of whole gradients.
         """
         while len(self._in_flight) > 1 or any(
-            in_flight.group is group for in_flight in self._in_flight
+            group in in_flight.groups for in_flight in self._in_flight
         ):
             self._finish_oldest()
 
-    def reduce(self, group: FsdpParameterGroup, syncs: bool) -> None:
-        """Starts the reduction of the gradients that a group has collected, if any.
+    def reduce(self, groups: Sequence[FsdpParameterGroup], syncs: bool) -> None:
+        """Starts to reduce the gradients that a unit's groups have collected, if any, together.
 
         Args:
             syncs: over deferred axes too, if this is a last microbatch.
         """
-        assert group.gradients is not None, "called for groups that have gradients"
-        if group.reduction_takes_memory:
-            self.make_room(group)
-        event = group.reduce(self.reduce_lane, self.is_last_microbatch and syncs)
-        self._in_flight.append(_InFlight(group, event))
+        if not groups:
+            return
+        for group in groups:
+            if group.reduction_takes_memory:
+                self.make_room(group)
+        is_last = self.is_last_microbatch and syncs
+        event = groups[0].reduce(self.reduce_lane, is_last, groups[1:])
+        self._in_flight.append(_InFlight(groups, event))
 
     def _finish_oldest(self) -> None:
-        group, event = self._in_flight[0]
-        group.wait_reduced(event)
+        groups, event = self._in_flight[0]
+        groups[0].wait_reduced(event)
         self._in_flight.popleft()
-        group.release_gradients()
+        for group in groups:
+            group.release_gradients()
 
     def finish_backward(self) -> None:
         """Cleans up at the end of a backward, until only reduced gradients are left of it."""

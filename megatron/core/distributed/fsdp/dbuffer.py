@@ -20,6 +20,7 @@ from collections.abc import Iterable, Sequence
 from typing import TypeVar
 
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
@@ -241,6 +242,7 @@ class DBuffer:
         accumulates: bool = False,
         device_dtype: torch.dtype | None = None,
         label: Label = UNLABELLED,
+        group: dist.ProcessGroup | None = None,
     ) -> DBuffer:
         """Partial -> Flat on one axis, by sum or average as in the Partial.
 
@@ -251,15 +253,15 @@ class DBuffer:
             divisor: of the sum or average.
             accumulates: add to `out` instead of overwriting it.
             device_dtype: in which a GPU's backend sends and adds; default: the result's.
+            group: of the axis's ranks; default: the mesh's.
         """
         partial = self._expect(axis, Partial, "reduce_scatter")
         how = _reduction(partial, divisor, accumulates, device_dtype, out)
         out = self._output(out, self._with(axis, placement, Shard), dtype)
 
         if self._is_in_mesh:
-            collectives.reduce_scatter(
-                out.local_buffer, self.local_buffer, self.mesh.get_group(axis), how, label
-            )
+            group = group or self.mesh.get_group(axis)
+            collectives.reduce_scatter(out.local_buffer, self.local_buffer, group, how, label)
         return out
 
     def allreduce(
@@ -272,6 +274,7 @@ class DBuffer:
         accumulates: bool = False,
         device_dtype: torch.dtype | None = None,
         label: Label = UNLABELLED,
+        group: dist.ProcessGroup | None = None,
     ) -> DBuffer:
         """Partial -> Replicate on one axis. `out` may be over this very storage. For the rest see
         `reduce_scatter`.
@@ -280,9 +283,8 @@ class DBuffer:
         how = _reduction(partial, divisor, accumulates, device_dtype, out)
         out = self._output(out, self._with(axis, Replicate()), dtype)
         if self._is_in_mesh:
-            collectives.all_reduce(
-                out.local_buffer, self.local_buffer, self.mesh.get_group(axis), how, label
-            )
+            group = group or self.mesh.get_group(axis)
+            collectives.all_reduce(out.local_buffer, self.local_buffer, group, how, label)
         return out
 
     def scatter(self, axis: int, placement: Placement, *, out: DBuffer | None = None) -> DBuffer:

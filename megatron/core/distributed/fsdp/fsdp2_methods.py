@@ -275,9 +275,12 @@ class _Fsdp2State:
         """
         context = self._unit.context
         for module in context.backward_order:
-            for group in module.parameter_groups:
-                if any(is_partial(own.sharded.grad) for own in group.fsdp_parameters):
-                    context.reduce(group, module.requires_gradient_sync)
+            groups = [
+                group
+                for group in module.parameter_groups
+                if any(is_partial(own.sharded.grad) for own in group.fsdp_parameters)
+            ]
+            context.reduce(groups, module.requires_gradient_sync)
         context.finish_backward()
 
     @_disable_dynamo  # as the hooks of forwards are

@@ -212,7 +212,8 @@ def fully_shard(
         mesh.shape,
         policies.for_dtype,
         grad_divisor,
-        is_on_host=offload.main_weights_on_host,
+        offload,
+        is_accelerator=context.device.is_accelerator,
     )
 
     groups = [FsdpParameterGroup(plan, own, mesh, context.device) for plan, own in planned]

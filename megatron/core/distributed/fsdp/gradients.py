@@ -16,22 +16,25 @@ has deferred a reduction is remembered apart from the gradients, alike on all ra
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import zip_longest
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from megatron.core.distributed.fsdp.collectives import Label
+from megatron.core.distributed.fsdp.collectives import Label, Move, carry_out
 from megatron.core.distributed.fsdp.dbuffer import DBuffer
 from megatron.core.distributed.fsdp.group_plan import GroupPlan
 from megatron.core.distributed.fsdp.uneven_rows import recut
 from megatron.core.dtensors import is_partial, local_tensor
+from megatron.core.mesh import second_group
 
 
 @dataclass(frozen=True)
@@ -57,8 +60,24 @@ class ReductionStep:
 class Prepared(NamedTuple):
     """A reduction that `GroupGradients.reduce` has prepared."""
 
-    work: Callable[[Label], None]  # the label is for its collectives
-    steps: Sequence[ReductionStep]  # that communicate
+    gradients: GroupGradients
+    folded: Sequence[int]  # finished sums that become partial ones first
+    steps: Sequence[ReductionStep]
+
+
+def carry_out_reductions(reductions: Sequence[Prepared], labels: Sequence[Label]) -> None:
+    """Reduces the gradients of groups. Steps of the same number start together, where they can."""
+    for prepared in reductions:
+        for index in prepared.folded:
+            prepared.gradients.fold(index)
+    for steps in zip_longest(*(prepared.steps for prepared in reductions)):
+        carry_out(
+            [
+                prepared.gradients.move(step, label)
+                for prepared, step, label in zip(reductions, steps, labels, strict=True)
+                if step is not None
+            ]
+        )
 
 
 class GroupGradients:
@@ -74,6 +93,9 @@ class GroupGradients:
         placements, layout, main = plan.placements, plan.layout, plan.grad_dtype
         self._plan = plan
         self._mesh = mesh
+        self._device = device
+        # By mesh axis, where they are not the mesh's own.
+        self._process_groups: dict[int, dist.ProcessGroup | None] = {}
         self._divisor = plan.grad_divisor
         self._received: set[int] = set()
         self._has_deferred = False  # since the last reduction over all axes
@@ -100,6 +122,18 @@ class GroupGradients:
             self._main_rows_in_partial = [inner.get_local_tensor(index) for index in numbers]
             self.partial.release_storage()
         self.unsharded.release_storage()
+
+    def reduce_alongside_gathers(self) -> None:
+        """Has gradients reduced over process groups that gather no weights, between machines. All
+        ranks must call it.
+        """
+        placements = self._plan.placements
+        for axis, (placement, is_kept) in enumerate(
+            zip(placements.parameter, placements.is_kept, strict=True)
+        ):
+            if isinstance(placement, Shard) and not is_kept and self._mesh.size(axis) > 1:
+                group = self._mesh.get_group(axis)
+                self._process_groups[axis] = second_group(group, self._device)
 
     def divide_sums_by(self, factor: float) -> None:
         """Divides gradients by `factor` instead of the number of ranks that average them, then by
@@ -168,7 +202,7 @@ class GroupGradients:
         # All parameters are frozen by now, and no reduction is deferred: gradients stay unchanged.
         takes_part = bool(received) or joins
         if not takes_part and not (is_last and in_partial):
-            return self._reduction([], [])
+            return Prepared(self, [], [])
 
         if joins:
             self._take_memory()
@@ -176,10 +210,10 @@ class GroupGradients:
 
         # Straight to `main` if no axis is deferred, or if all are and this microbatch is the only
         # one.
-        if self.partial is None or (is_last and not has_deferred and self._defers_all_axes()):
+        if self.partial is None or (is_last and not has_deferred and self._plan.defers_all_axes):
             step = self._step(self.unsharded, self.main, in_main, received)
             self._show(parameters, received, self._main_grads)
-            return self._reduction([], [step])
+            return Prepared(self, [], [step])
 
         self.partial.reallocate_storage()
         self.partial.zero_padding()
@@ -195,7 +229,7 @@ class GroupGradients:
         if is_last:
             steps.append(self._step(self.partial, self.main, in_main, shown))
         self._show(parameters, shown, self._main_grads if is_last else self._partial_grads)
-        return self._reduction(folded, steps)
+        return Prepared(self, folded, steps)
 
     @staticmethod
     def _show(
@@ -225,18 +259,6 @@ class GroupGradients:
         self.unsharded.reallocate_storage()
         self.unsharded.zero_padding()
 
-    def _reduction(self, folded: Sequence[int], steps: Sequence[ReductionStep]) -> Prepared:
-        work = partial(self._carry_out, folded, steps)
-        return Prepared(work, [step for step in steps if step.axes])
-
-    def _defers_all_axes(self) -> bool:
-        """Whether a microbatch's gradients are reduced over no axis before the last one's."""
-        placements, is_kept = self._plan.placements.gradient, self._plan.placements.is_kept
-        return all(
-            kept or isinstance(placement, Partial)
-            for placement, kept in zip(placements, is_kept, strict=True)
-        )
-
     def _step(
         self, source: DBuffer, target: DBuffer, kept: Collection[int], received: Collection[int]
     ) -> ReductionStep:
@@ -263,30 +285,38 @@ class GroupGradients:
             if ours.data_ptr() != theirs.data_ptr():
                 ours.copy_(theirs)
 
-    def _carry_out(
-        self, folded: Sequence[int], steps: Sequence[ReductionStep], label: Label
-    ) -> None:
-        for index in folded:
-            self._fold(index)
+    def move(self, step: ReductionStep, label: Label) -> Move:
+        """A step of a reduction, as a lane's work."""
+        group = None
+        if len(step.axes) == 1 and isinstance(step.target.placements[step.axes[0]], Shard):
+            (axis,) = step.axes
+            group = self._process_groups.get(axis) or self._mesh.get_group(axis)
+        work = partial(self._carry_out, step)
+        return Move(work, group, step.source.local_buffer, self._plan.comm_dtype, label)
 
-        for step in steps:
-            indices, kept = set(range(len(self._slots))), set(step.kept)
-            missing, junk = indices.difference(step.received), indices - kept
-            # Zero does not change an existing sum. Otherwise NaN makes sure that what
-            # ranks with a gradient get does not pass for a mean.
-            for index in missing:
-                step.source_rows[index].fill_(0.0 if index in kept else math.nan)
-            if step.kept:
-                for index in junk:
-                    step.target_rows[index].zero_()
+    def _carry_out(self, step: ReductionStep, label: Label) -> None:
+        indices, kept = set(range(len(self._slots))), set(step.kept)
+        missing, junk = indices.difference(step.received), indices - kept
+        # Zero does not change an existing sum. Otherwise NaN makes sure that what
+        # ranks with a gradient get does not pass for a mean.
+        for index in missing:
+            step.source_rows[index].fill_(0.0 if index in kept else math.nan)
+        if step.kept:
+            for index in junk:
+                step.target_rows[index].zero_()
 
-            self._reduce(step, label)
-            # A gradient that no rank has must not leave NaN behind for the next one to be added to.
+        self._reduce(step, label)
+
+        # A gradient that no rank has must not leave NaN behind for the next one to be added to.
+        def clear() -> None:
             for index in missing & junk:
                 step.target_rows[index].zero_()
 
-    def _fold(self, index: int) -> None:
-        """Turns the reduced sum of an earlier step into a partial sum that would reduce to it.
+        label.end(clear)
+
+    def fold(self, index: int) -> None:
+        """Turns a parameter's reduced sum of an earlier step into a partial sum that would reduce
+        to it.
 
         This rank has only its own rows of it. An average over ranks of which one has a value needs
         that value times their number; a sum over ranks that all have it needs it from one of them.
@@ -336,6 +366,7 @@ class GroupGradients:
                 accumulates=accumulates and is_final,
                 device_dtype=self._plan.comm_dtype,
                 label=label,
+                group=self._process_groups.get(axis),
             )
             divisor = 1.0  # once, not on every axis
 

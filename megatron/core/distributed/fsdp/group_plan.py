@@ -25,7 +25,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from megatron.core.distributed.fsdp.layout import GlobalLayout
 from megatron.core.distributed.fsdp.placement import Placements, sharded_axes
-from megatron.core.distributed.fsdp.precision import MixedPrecisionPolicy, known
+from megatron.core.distributed.fsdp.precision import MixedPrecisionPolicy, OffloadPolicy, known
 
 THE_MODEL = "the model"  # the name of the unit that has no path
 
@@ -51,7 +51,9 @@ class GroupPlan:
         mesh_shape: ranks along each axis of `placements`.
         policy: resolved.
         grad_divisor: divides gradients after they have been averaged over the ranks.
-        is_on_host: whether the main weights start in host memory.
+        adds_on_device: whether an accelerator's backend adds gradients up over ranks, in the dtype
+            in which it gets them. On the CPU this engine does, in fp32.
+        offload: whether the main weights start in host memory, unless they are frozen.
     """
 
     parameters: tuple[ParameterPlan, ...]
@@ -61,7 +63,13 @@ class GroupPlan:
     policy: MixedPrecisionPolicy
     requires_grad: bool
     grad_divisor: float
-    is_on_host: bool
+    offload: OffloadPolicy
+    adds_on_device: bool = False
+
+    @property
+    def is_on_host(self) -> bool:
+        """Whether the main weights start in host memory."""
+        return self.offload.main_weights_on_host and self.requires_grad
 
     @property
     def dtype(self) -> torch.dtype:
@@ -86,8 +94,18 @@ class GroupPlan:
 
     @property
     def sent_dtype(self) -> torch.dtype:
-        """Of whole gradients: the narrower one, for widening would only send more."""
+        """Of whole gradients. Where a device adds them up, autograd's are cast as they are
+        collected. Elsewhere it is the narrower dtype, for widening would only send more.
+        """
+        if self.adds_on_device:
+            return self.comm_dtype
         return self.comm_dtype if self.comm_dtype.itemsize < self.dtype.itemsize else self.dtype
+
+    @property
+    def sent_sums_dtype(self) -> torch.dtype:
+        """Of partial sums, where a reduction over some axes is deferred."""
+        is_narrower = self.comm_dtype.itemsize < self.grad_dtype.itemsize
+        return self.comm_dtype if self.adds_on_device or is_narrower else self.grad_dtype
 
     @property
     def has_own_main(self) -> bool:
@@ -144,6 +162,25 @@ class GroupPlan:
             return 0
         return self._numel(self.placements.gradient) * self.grad_dtype.itemsize
 
+    @property
+    def reduction_nbytes(self) -> int:
+        """Of temporary copies in the last reduction of a step: partial sums, cast to the dtype in
+        which they are sent.
+        """
+        if not self.partial_grads_nbytes or self.sent_sums_dtype == self.grad_dtype:
+            return 0
+        return self._numel(self.placements.gradient) * self.sent_sums_dtype.itemsize
+
+    @property
+    def defers_all_axes(self) -> bool:
+        """Whether a microbatch's gradients are reduced over no axis before the last one's."""
+        return all(
+            is_kept or isinstance(placement, Partial)
+            for placement, is_kept in zip(
+                self.placements.gradient, self.placements.is_kept, strict=True
+            )
+        )
+
     # Over the wire
 
     @property
@@ -171,7 +208,9 @@ class GroupPlan:
         ranks = self._num_ranks(is_deferred=True)
         # A replicated result travels twice: reduced in parts, which are then gathered.
         is_cut = self.optimizer_numel < self._numel(self.placements.gradient)
-        return (1 if is_cut else 2) * self.partial_grads_nbytes * (ranks - 1) // ranks
+        numel = self._numel(self.placements.gradient)
+        times = 1 if is_cut else 2
+        return times * numel * self.sent_sums_dtype.itemsize * (ranks - 1) // ranks
 
     def _num_ranks(self, *, is_deferred: bool) -> int:
         """Along the axes that are reduced over, in each microbatch or after the last one."""

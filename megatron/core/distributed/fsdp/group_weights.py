@@ -154,8 +154,8 @@ class WeightBuffers(NamedTuple):
 
 
 def _host_buffer(plan: GroupPlan, mesh: DeviceMesh, device: Device) -> DBuffer:
-    # Not pinned, since the main weights themselves never travel.
-    slab = HostSlab(plan.main_nbytes, device, is_pinned=False, purpose="main weights")
+    is_pinned = plan.offload.pin_memory
+    slab = HostSlab(plan.main_nbytes, device, is_pinned=is_pinned, purpose="main weights")
     flat = slab.tensor(0, plan.optimizer_numel, plan.main_dtype)
     return DBuffer.from_local(flat, mesh, plan.placements.optimizer, plan.layout)
 

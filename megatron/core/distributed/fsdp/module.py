@@ -258,8 +258,7 @@ class FsdpModule(Fsdp2Methods):
             self.context.require_complete()
         self._fsdp_check_filled()
         self._fsdp_check_unwritten()
-        for group in self.parameter_groups:
-            group.unshard(self.context.gather_lane)
+        self.context.gather(self.parameter_groups)
 
     def _fsdp_hold(self) -> None:
         """Puts the full parameters, which are being gathered, into the resting module."""
@@ -604,9 +603,12 @@ class FsdpModule(Fsdp2Methods):
         Once in each backward, groups without gradients take part too: other ranks may have some.
         """
         is_first = self._fsdp_reduced_backward != self.context.num_backwards
-        for group in self.parameter_groups:
-            if group.gradients is not None and (group.gradients.received or is_first):
-                self.context.reduce(group, self.requires_gradient_sync)
+        groups = [
+            group
+            for group in self.parameter_groups
+            if group.gradients is not None and (group.gradients.received or is_first)
+        ]
+        self.context.reduce(groups, self.requires_gradient_sync)
         self._fsdp_reduced_backward = self.context.num_backwards
 
     def _fsdp_show_full(self) -> None:

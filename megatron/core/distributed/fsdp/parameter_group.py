@@ -21,6 +21,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import partial
 from types import TracebackType
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -35,9 +36,13 @@ from megatron.core.distributed.fsdp.collective_history import (
     gradient_details,
     histories_over,
 )
-from megatron.core.distributed.fsdp.collectives import Label, tag_of
+from megatron.core.distributed.fsdp.collectives import Label, Move, carry_out, tag_of
 from megatron.core.distributed.fsdp.dbuffer import DBuffer
-from megatron.core.distributed.fsdp.gradients import GroupGradients
+from megatron.core.distributed.fsdp.gradients import (
+    GroupGradients,
+    Prepared,
+    carry_out_reductions,
+)
 from megatron.core.distributed.fsdp.group_plan import THE_MODEL, GroupPlan
 from megatron.core.distributed.fsdp.group_weights import (
     Delivery,
@@ -80,6 +85,35 @@ def group_of(parameter: torch.Tensor) -> FsdpParameterGroup | None:
     """The group of a sharded parameter; None for any other tensor."""
     reference = getattr(parameter, _GROUP, None)
     return None if reference is None else reference()
+
+
+class Gather(NamedTuple):
+    """The work after which the full parameters of a group are up to date.
+
+    Attributes:
+        writes: to the main weights, as counted before: later ones are not in it.
+        has_changed: whether the full parameters get other values.
+        is_copied: whether the main weights are copied to the compute weights.
+        is_scattered: whether other ranks have updated the rest of the compute weights.
+        after: events after which it may start; empty without any work.
+    """
+
+    group: FsdpParameterGroup
+    writes: tuple[int, int]
+    has_changed: bool
+    is_copied: bool
+    is_scattered: bool
+    after: list[Event]
+
+
+def _carry_out_gathers(gathers: Sequence[Gather]) -> None:
+    # In this order: main weights -> this rank's compute weights -> all at rest -> all in use.
+    for gather in gathers:
+        if gather.is_copied:
+            target = gather.group.post_optimizer_model_weight.local_buffer
+            target.copy_(gather.group.main_weight.local_buffer)
+    carry_out([gather.group.scatter_move for gather in gathers if gather.is_scattered])
+    carry_out([gather.group.gather_move for gather in gathers if gather.group.is_gathered])
 
 
 class FsdpParameterGroup:
@@ -217,9 +251,37 @@ class FsdpParameterGroup:
             self._reserved = self._device.event()
             self.phase = self.phase.to(MemoryPhase.RESERVED)
 
-    def unshard(self, lane: Lane) -> None:
+    def unshard(self, lane: Lane, others: Sequence[FsdpParameterGroup] = ()) -> None:
         """Starts to update the full parameters, unless they are up to date. Raises the error of an
         earlier `wait_unsharded` again.
+
+        Args:
+            others: groups of the same unit, which are gathered together with this one.
+        """
+        prepared = [group._prepare_gather() for group in (self, *others)]
+        gathers = [gather for gather in prepared if gather is not None]
+        if queued := [gather for gather in gathers if gather.after]:
+            work = partial(_carry_out_gathers, queued)
+            nbytes = sum(gather.group.unsharded_weight.local_buffer.nbytes for gather in queued)
+            timed = self.timeline.timed(GATHER, self.display_name, work, nbytes)
+            event = lane.enqueue(timed, [event for gather in queued for event in gather.after])
+            for gather in queued:
+                gather.group._gathered = event
+                gather.group.delivery.gather_queued()
+
+        for gather in gathers:
+            group = gather.group
+            if gather.has_changed:
+                # A backward of an earlier forward must not use the new values unnoticed.
+                torch.autograd.graph.increment_version(
+                    [parameter.full for parameter in group.fsdp_parameters]
+                )
+            group._copied = gather.writes
+            group.phase, group._reserved = group.phase.to(MemoryPhase.GATHERING), None
+
+    def _prepare_gather(self) -> Gather | None:
+        """Takes memory for the full parameters, and records the collectives that they need; None if
+        they are up to date.
         """
         if self._failure is not None:
             error, traceback = self._failure
@@ -229,57 +291,46 @@ class FsdpParameterGroup:
         is_stale = writes != self._copied
         has_changed = is_stale or self.delivery.is_announced
         if self.is_unsharded and not has_changed:
-            return
+            return None
 
         if self.is_gathered:
             self.unsharded_weight.reallocate_storage()
-        self._enqueue_gather(lane, is_stale, has_changed)
-        if has_changed:
-            # A backward of an earlier forward must not use the new values unnoticed.
-            torch.autograd.graph.increment_version(
-                [parameter.full for parameter in self.fsdp_parameters]
-            )
-
-        # As counted before the gather: later writes are not in it.
-        self._copied = writes
-        self.phase, self._reserved = self.phase.to(MemoryPhase.GATHERING), None
-
-    def _enqueue_gather(self, lane: Lane, is_stale: bool, has_changed: bool) -> None:
-        """Queues the copies and gathers that the compute weights need, if any."""
         is_copied = is_stale and self.main_weight is not self.post_optimizer_model_weight
         is_scattered = has_changed and self.post_optimizer_model_weight is not self.model_weight
         awaited = self.delivery.events
-        if not (self.is_gathered or is_copied or is_scattered or awaited):
-            return
-
-        # After a reservation, the gather may overlap with work issued since, unless that has
-        # written to the main weights.
-        ready = self._reserved
-        if ready is None or is_stale:
-            ready = self._device.event()
+        after: list[Event] = []
+        if self.is_gathered or is_copied or is_scattered or awaited:
+            # After a reservation, the gather may overlap with work issued since, unless that has
+            # written to the main weights.
+            ready = self._reserved
+            if ready is None or is_stale:
+                ready = self._device.event()
+            after = [ready, *awaited]
         if is_scattered:
             axes = _axes_between(self.post_optimizer_model_weight, self.model_weight)
             self._record(axes, Kind.GATHER)
         if self.is_gathered:
             self._record(_axes_between(self.model_weight, self.unsharded_weight), Kind.GATHER)
-        work = partial(self._gather, is_copied, is_scattered)
-        nbytes = self.unsharded_weight.local_buffer.nbytes
-        timed = self.timeline.timed(GATHER, self.display_name, work, nbytes)
-        self._gathered = lane.enqueue(timed, [ready, *awaited])
-        self.delivery.gather_queued()
+        return Gather(self, writes, has_changed, is_copied, is_scattered, after)
 
-    def _gather(self, is_copied: bool, is_scattered: bool) -> None:
-        # In this order: main weights -> this rank's compute weights -> all at rest -> all in use.
-        if is_copied:
-            self.post_optimizer_model_weight.local_buffer.copy_(self.main_weight.local_buffer)
-        if is_scattered:
-            self._redistribute(self.post_optimizer_model_weight, self.model_weight)
-        if self.is_gathered:
-            self._redistribute(self.model_weight, self.unsharded_weight)
+    @property
+    def scatter_move(self) -> Move:
+        """From this rank's compute weights to all at rest."""
+        return self._move(self.post_optimizer_model_weight, self.model_weight)
 
-    def _redistribute(self, source: DBuffer, target: DBuffer) -> None:
+    @property
+    def gather_move(self) -> Move:
+        """From the compute weights at rest to all in use."""
+        return self._move(self.model_weight, self.unsharded_weight)
+
+    def _move(self, source: DBuffer, target: DBuffer) -> Move:
+        def work(label: Label) -> None:
+            source.redistribute(target.placements, out=target, label=label)
+
+        axes = _axes_between(source, target)
+        group = self.mesh.get_group(axes[0]) if len(axes) == 1 else None
         label = self._label(Kind.GATHER, "weights")
-        source.redistribute(target.placements, out=target, label=label)
+        return Move(work, group, source.local_buffer, source.dtype, label)
 
     def wait_unsharded(self) -> None:
         """Makes this thread's next work wait for `unshard`. After an error, every later `unshard`
@@ -381,25 +432,36 @@ class FsdpParameterGroup:
         assert self.gradients is not None, "called for groups that have gradients"
         return self.gradients.takes_memory_to_reduce(self._sharded)
 
-    def reduce(self, lane: Lane, is_last: bool) -> Event:
-        """Starts to reduce the collected gradients; see `GroupGradients.reduce`."""
+    def reduce(self, lane: Lane, is_last: bool, others: Sequence[FsdpParameterGroup] = ()) -> Event:
+        """Starts to reduce the collected gradients; see `GroupGradients.reduce`.
+
+        Args:
+            others: groups of the same unit, which are reduced together with this one.
+        """
+        groups = (self, *others)
+        reductions = [group._prepare_reduction(is_last) for group in groups]
+        labels = [group._label(Kind.REDUCE, "gradients") for group in groups]
+        work = partial(carry_out_reductions, reductions, labels)
+        nbytes = sum(each.gradients.unsharded.local_buffer.nbytes for each in reductions)
+        timed = self.timeline.timed(REDUCE, self.display_name, work, nbytes)
+        reduced = lane.enqueue(timed, [self._device.event()])
+        for group in groups if is_last else ():
+            group._main_grad_reads = [send(reduced) for send in group._send_down.values()]
+        return reduced
+
+    def _prepare_reduction(self, is_last: bool) -> Prepared:
         assert self.gradients is not None, "called for groups that have gradients"
         reads, self._main_grad_reads = self._main_grad_reads, []
         for event in reads:
             # The last step's gradients may still be copied to the host from the same memory.
             self.timeline.awaited(event, D2H, self.display_name).wait()
 
-        work, steps = self.gradients.reduce(self._sharded, is_last)
-        for step in steps:
-            details = gradient_details(step.received, step.kept)
-            self._record(step.axes, Kind.REDUCE, *details)
-        work = partial(work, self._label(Kind.REDUCE, "gradients"))
-        nbytes = self.gradients.unsharded.local_buffer.nbytes
-        timed = self.timeline.timed(REDUCE, self.display_name, work, nbytes)
-        reduced = lane.enqueue(timed, [self._device.event()])
-        if is_last:
-            self._main_grad_reads = [send_down(reduced) for send_down in self._send_down.values()]
-        return reduced
+        prepared = self.gradients.reduce(self._sharded, is_last)
+        for step in prepared.steps:
+            if step.axes:
+                details = gradient_details(step.received, step.kept)
+                self._record(step.axes, Kind.REDUCE, *details)
+        return prepared
 
     def wait_reduced(self, reduced: Event) -> None:
         """Makes this thread's next work wait for `reduce`, by its event."""
@@ -422,6 +484,10 @@ class FsdpParameterGroup:
                 last one with the same first parameter.
         """
         self._send_down[first] = send_down
+
+    def hold_main_grad(self, read: Event) -> None:
+        """Has the next reduction wait for an event before it writes to the reduced gradients."""
+        self._main_grad_reads.append(read)
 
     # Update
 
@@ -598,5 +664,5 @@ def _sample(tensor: torch.Tensor) -> int:
     return int(rows.contiguous().view(_INTEGERS[tensor.element_size()]).sum(dtype=torch.int64))
 
 
-def _axes_between(source: DBuffer, target: DBuffer) -> Iterable[int]:
+def _axes_between(source: DBuffer, target: DBuffer) -> list[int]:
     return axes_to_move(source.placements, target.placements)

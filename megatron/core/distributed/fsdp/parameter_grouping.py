@@ -18,7 +18,7 @@ from megatron.core.distributed.fsdp.group_weights import REPLACED, OwnedParamete
 from megatron.core.distributed.fsdp.layout import GlobalLayout, row_numel
 from megatron.core.distributed.fsdp.parameter_group import group_of
 from megatron.core.distributed.fsdp.placement import Placements
-from megatron.core.distributed.fsdp.precision import MixedPrecisionPolicy
+from megatron.core.distributed.fsdp.precision import MixedPrecisionPolicy, OffloadPolicy
 from megatron.core.fp32_module import Fp32Module
 
 IsSharded = Callable[[nn.Module], bool]
@@ -70,8 +70,9 @@ def plan_groups(
     mesh_shape: Sequence[int],
     policy_for: Callable[[torch.dtype], MixedPrecisionPolicy],
     grad_divisor: float,
+    offload: OffloadPolicy,
     *,
-    is_on_host: bool,
+    is_accelerator: bool = False,
 ) -> list[tuple[GroupPlan, list[OwnedParameter]]]:
     """The groups of one unit's parameters, in the order of the first of each.
 
@@ -83,7 +84,8 @@ def plan_groups(
         mesh_shape: ranks along each axis of the placements.
         policy_for: the policy of parameters of a dtype.
         grad_divisor: divides gradients after they have been averaged over the ranks.
-        is_on_host: whether main weights start in host memory. Those of frozen parameters do not.
+        offload: whether main weights start in host memory. Those of frozen parameters do not.
+        is_accelerator: whether the ranks compute on accelerators.
 
     Raises:
         ValueError: for rows that the ranks of kept axes cannot divide.
@@ -91,16 +93,17 @@ def plan_groups(
     """
     num_blocks = placements.num_blocks(mesh_shape)
     _check_rows(owned, placements, num_blocks)
+    num_ranks = math.prod(mesh_shape)
+    adds_on_device = is_accelerator and num_ranks > num_blocks
     groups: dict[tuple[MixedPrecisionPolicy, torch.dtype, bool], list[OwnedParameter]] = {}
     for parameter in owned:
         dtype = parameter.original.dtype
-        policy = policy_for(dtype).resolve(dtype)
+        policy = policy_for(dtype).resolve(dtype, adds_on_device=adds_on_device)
         if any(isinstance(owner, Fp32Module) for owner, _ in parameter.owners):
             policy = policy.at_least_fp32()
         kind = policy, dtype, parameter.original.requires_grad
         groups.setdefault(kind, []).append(parameter)
 
-    num_ranks = math.prod(mesh_shape)
     return [
         (
             GroupPlan(
@@ -111,7 +114,8 @@ def plan_groups(
                 policy,
                 requires_grad,
                 grad_divisor,
-                is_on_host=is_on_host and requires_grad,
+                offload,
+                adds_on_device,
             ),
             own,
         )

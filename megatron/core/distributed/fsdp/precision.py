@@ -22,9 +22,10 @@ class MixedPrecisionPolicy:
             weights' own.
         main_grads_dtype: of the gradients that the optimizer reads, and of their sums over
             microbatches; None: the compute weights' own.
-        grad_comm_dtype: in which gradients are reduced over ranks; None: main_grads_dtype. On the
-            CPU gradients travel in this dtype or in the compute weights', whichever is narrower,
-            and are always added in fp32.
+        grad_comm_dtype: in which gradients are reduced over ranks; None: fp32 where an
+            accelerator's backend adds them up, main_grads_dtype elsewhere. On the CPU gradients
+            travel in this dtype or in the compute weights', whichever is narrower, and are always
+            added in fp32.
         compute_dtype: of the weights in forward and backward; None: that of the module's
             parameters. Main weights are made of the parameters as they are.
         frozen_params_dtype: of the main weights of parameters that need no gradient, which no
@@ -42,10 +43,13 @@ class MixedPrecisionPolicy:
             if dtype is not None and dtype not in _FLOATING:
                 raise ValueError(f"Expected {name} to be None or one of {_FLOATING}, got {dtype}.")
 
-    def resolve(self, dtype: torch.dtype) -> MixedPrecisionPolicy:
+    def resolve(self, dtype: torch.dtype, *, adds_on_device: bool = False) -> MixedPrecisionPolicy:
         """This policy with every dtype filled in, for parameters of `dtype`.
 
         TypeError if that is not a float.
+
+        Args:
+            adds_on_device: see `GroupPlan`.
         """
         if dtype not in _FLOATING:
             raise TypeError(f"Expected parameters of one of the dtypes {_FLOATING}, got {dtype}.")
@@ -54,10 +58,14 @@ class MixedPrecisionPolicy:
         # communication.
         compute_dtype = self.compute_dtype or dtype
         main_grads = self.main_grads_dtype or compute_dtype
+        comm_dtype = main_grads
+        if adds_on_device:
+            # A ring rounds at every hop; see docs/decisions/0052-gradients-sent-in-fp32.md.
+            comm_dtype = torch.promote_types(main_grads, torch.float32)
         return MixedPrecisionPolicy(
             main_params_dtype=self.main_params_dtype or compute_dtype,
             main_grads_dtype=main_grads,
-            grad_comm_dtype=self.grad_comm_dtype or main_grads,
+            grad_comm_dtype=self.grad_comm_dtype or comm_dtype,
             compute_dtype=compute_dtype,
             frozen_params_dtype=self.frozen_params_dtype or compute_dtype,
         )
@@ -86,6 +94,9 @@ class OffloadPolicy:
         main_weights_on_host: main weights are in host memory from the start, even if they have the
             compute weights' dtype. The optimizer that updates them there, `HybridDeviceOptimizer`,
             copies the compute weights to the device.
+        pin_memory: they are in page-locked memory: for an optimizer that streams them through the
+            device.
     """
 
     main_weights_on_host: bool = False
+    pin_memory: bool = False

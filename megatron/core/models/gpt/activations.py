@@ -38,7 +38,7 @@ class Microbatch:
         seq_length: tokens of each.
         itemsize: bytes of an element of the compute dtype.
         device_kind: `Device.kind`. On the CPU torch composes RMSNorm of single operations, and the
-            norm keeps two fp32 tensors instead of its input.
+            norm keeps two fp32 tensors instead of its input; delta nets keep more states.
         exchanges_tokens: whether tokens travel to experts on other ranks, as many coming as going.
     """
 
@@ -173,7 +173,8 @@ def _attention(spec: AttentionSpec, batch: Microbatch) -> int:
 
 def _latent_attention(spec: LatentAttentionSpec, batch: Microbatch) -> int:
     # Both latents, or what becomes of them in a norm; queries, keys, values and the result of the
-    # heads, these padded to the queries' channels; the result in rows.
+    # heads, these padded to the queries' channels, unless a GPU takes both widths; the result in
+    # rows.
     latents = (spec.query_rank or 0) + spec.key_value_rank
     nbytes = (latents + 4 * spec.query_size + spec.value_size) * batch.itemsize
     if spec.latent_norm is not None:
@@ -193,7 +194,8 @@ def _delta_net(spec: GatedDeltaNetSpec, batch: Microbatch) -> int:
 def _delta_states(spec: GatedDeltaNetSpec, batch: Microbatch) -> int:
     """Of a microbatch: the states at the beginnings of segments."""
     heads = batch.size * spec.num_value_heads
-    return state_nbytes(batch.seq_length, heads, spec.key_head_dim, spec.value_head_dim)
+    dims = spec.key_head_dim, spec.value_head_dim
+    return state_nbytes(batch.seq_length, heads, *dims, batch.device_kind)
 
 
 def _feed_forward(spec: FeedForward, hidden_size: int, batch: Microbatch) -> int:

@@ -173,11 +173,12 @@ class BothSides:
         check_on_device(on_device)
         buckets = buckets_of(on_host, self._settings)
         allocator = HostAllocator(self.device, buckets, self._settings)
-        check_memory_on_all_ranks(allocator.needs, self._settings.num_local_ranks, mesh_of(new))
+        mesh = mesh_of(new)
+        check_memory_on_all_ranks(allocator.needs, self._settings.num_local_ranks, mesh)
 
         # The device side first: if it rejects parameters, the host's groups must not have moved.
         self.device_side.add(on_device, optimizer.param_groups)
-        self.host_side.add(buckets, allocator, optimizer)
+        self.host_side.add(buckets, allocator, optimizer, mesh)
         self.plan = OffloadPlan(self.plan.groups + plan.groups) if self.plan.groups else plan
 
     # Gradients and states

@@ -27,7 +27,8 @@ from megatron.core.distributed.fsdp.parameter_group import FsdpParameterGroup
 from megatron.core.dtensors import local_tensor
 from megatron.core.dtypes import FLOAT_DTYPES
 from megatron.core.lane_timings import D2H, Recorder, StepRecorder
-from megatron.core.lanes import Event, IssuingLane, Lane, RelayedEvent
+from megatron.core.lanes import Awaited, Event, IssuingLane, Lane, RelayedEvent
+from megatron.core.optimizer.kernels.piece import Piece
 from megatron.core.optimizer.state_tensors import MASTER, TensorWrites, is_rounding, like
 
 
@@ -43,6 +44,37 @@ class Slot(NamedTuple):
         return flat.narrow(0, self.offset, self.numel)
 
 
+class Pending(NamedTuple):
+    """An update of a bucket that has been queued.
+
+    Attributes:
+        updated: main weights and states in host memory are new.
+        sent: compute weights on the device are new, the gradients have been read, and the arrays
+            of both are free again.
+        done: the later of the two.
+    """
+
+    updated: Event
+    sent: RelayedEvent
+    done: Event
+
+
+class BucketStep(NamedTuple):
+    """A step of one bucket, but for the factor of the gradients."""
+
+    bucket: Bucket
+    gradients: list[tuple[Slot, torch.Tensor]]  # of the slots that are stepped
+    begin: Callable[[], None]
+    # Given the factor of the gradients, starts the update; returns what waits until it is done.
+    start: Callable[[float], Callable[[], None]]
+    pieces: Sequence[Piece] = ()  # what a rule's work does; none of other optimizers
+
+    @property
+    def nbytes(self) -> int:
+        """That the work reads and writes; 0: not known."""
+        return sum(piece.traffic for piece in self.pieces)
+
+
 class Bucket(ABC):
     """Arrays of one bucket, which are set once host memory has been allocated.
 
@@ -55,13 +87,14 @@ class Bucket(ABC):
         accepted_grad_dtypes: dtypes of gradients that are copied without loss.
         is_delivered: whether the device itself waits for weights that have been sent; otherwise
             the sender must.
-        sent: the new weights have gone up, and the arrays of gradients and weights are free again;
-            None before the first step.
+        is_streamed: whether the device updates the bucket; see streamed_pass.py.
+        pending: the last update; None before the first step.
         reads: events after which readers on other threads have read states and main weights. The
             next update waits for these.
     """
 
     is_delivered: ClassVar[bool]
+    is_streamed = False
 
     main_weight: torch.Tensor
     grad: torch.Tensor
@@ -87,8 +120,13 @@ class Bucket(ABC):
         self.grad_dtype = grad_dtype
         self.weight_dtype = weight_dtype
         self.accepted_grad_dtypes = accepted_grad_dtypes
-        self.sent: RelayedEvent | None = None
+        self.pending: Pending | None = None
         self.reads: list[Event] = []
+
+    @property
+    def global_numel(self) -> int:
+        """Elements of the parameters that are stepped, of all ranks."""
+        return sum(slot.parameter.numel() for slot in self.slots)
 
     def own_main_weight(self) -> torch.Tensor | None:
         """The main weights as a flat array, if they are in host memory already."""
@@ -122,8 +160,17 @@ class Bucket(ABC):
     def send(self, stepped: Sequence[Slot]) -> None:
         """Copies new compute weights to the device."""
 
+    def on_device(self, step: BucketStep) -> list[Piece] | None:  # noqa: ARG002
+        """The pieces of a step with the device's own gradients and compute weights instead of the
+        arrays in host memory; None where these are not flat arrays.
+        """
+        return None
+
+    def hold_gradients(self, read: Event) -> None:  # noqa: B027
+        """Has the device write to the gradients only after they have been read."""
+
     def deliver(self, timings: StepRecorder) -> None:  # noqa: B027
-        """Makes the device wait for `sent` before it uses the weights."""
+        """Makes the device wait for the pending update before it uses the weights."""
 
     def as_state(self, flat: torch.Tensor, index: int) -> torch.Tensor:
         """A slot's part of an array in the shape of its parameter: a DTensor if that is one."""
@@ -135,7 +182,12 @@ class Bucket(ABC):
     ) -> Event:
         """Queues work that writes to `grad`."""
         # New weights, which share its memory, may still be in flight.
-        return lane.enqueue(work, after=after if self.sent is None else [*after, self.sent])
+        in_flight = [] if self.pending is None else [self.pending.sent]
+        return lane.enqueue(work, after=[*after, *in_flight])
+
+    def updates(self) -> list[Event]:
+        """The events after which main weights and states may be read."""
+        return [] if self.pending is None else [self.pending.updated]
 
     def take_reads(self) -> list[Event]:
         """Hands over the events that the next update waits for."""
@@ -234,7 +286,7 @@ class FsdpBucket(Bucket):
 
         def send_down(reduced: Event) -> Event:
             bucket, lane = own_bucket(), own_lane()
-            if bucket is None or lane is None:
+            if bucket is None or lane is None or bucket.is_streamed:
                 return reduced
 
             # A worker thread issues the copy behind the reduction, which has counted its writes,
@@ -258,9 +310,7 @@ class FsdpBucket(Bucket):
         self.grad.copy_(self._part(self._main_grad.local_buffer), non_blocking=True)
 
     def fetch(self, gradients: Sequence[tuple[Slot, torch.Tensor]]) -> None:
-        indices = {
-            id(slot.parameter): index for slot, index in zip(self.slots, self._indices, strict=True)
-        }
+        indices = self._indices_by_slot()
         # Gradients that a caller assigned are outside of the group's buffer.
         others = [
             (slot, gradient)
@@ -279,11 +329,40 @@ class FsdpBucket(Bucket):
                 self.weight.narrow(0, offset, numel), non_blocking=True
             )
 
+    def on_device(self, step: BucketStep) -> list[Piece] | None:
+        indices = self._indices_by_slot()
+        for slot, gradient in step.gradients:
+            # Gradients that a caller assigned are outside of the group's buffer.
+            if not self._gradients.is_main(indices[id(slot.parameter)], gradient):
+                return None
+
+        grad = self._part(self._main_grad.local_buffer)
+        weight = self._part(self._group.post_optimizer_model_weight.local_buffer)
+        found = []
+        for piece in step.pieces:
+            start = piece.weight.storage_offset() - self.main_weight.storage_offset()
+            numel = piece.numel
+            found.append(
+                piece._replace(
+                    grad=grad.narrow(0, start, numel), out=weight.narrow(0, start, numel)
+                )
+            )
+        return found
+
+    def hold_gradients(self, read: Event) -> None:
+        self._group.hold_main_grad(read)
+
     def deliver(self, timings: StepRecorder) -> None:
-        assert self.sent is not None, "called once the weights' way up is queued"
-        self._group.delivery.announce(
-            timings.awaited(self.sent), timings.before_use(self.sent), self._indices[0]
-        )
+        assert self.pending is not None, "called once the update is queued"
+        sent = self.pending.sent
+        # The device uses weights as soon as they are there; the host reads main weights later.
+        updated = Awaited(self.pending.done, timings.awaited(sent).wait)
+        self._group.delivery.announce(updated, timings.before_use(sent), self._indices[0])
+
+    def _indices_by_slot(self) -> dict[int, int]:
+        """The index in the group of every parameter that is stepped, by id."""
+        pairs = zip(self.slots, self._indices, strict=True)
+        return {id(slot.parameter): index for slot, index in pairs}
 
     def _main_versions(self) -> int:
         """Counts the writes to the group's gradients."""

@@ -2,7 +2,7 @@
 
 `prepare` runs in the thread that plans the step. It only reads the hyperparameters, and does not
 need the factor of the gradients. Once all buckets have been prepared, `begin` counts the step, and
-its work runs on the host lane.
+its work runs on the host lanes: `start`, then the function that this returns.
 """
 
 from __future__ import annotations
@@ -10,14 +10,15 @@ from __future__ import annotations
 import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import nn
 
 from megatron.core.dtensors import local_tensor
-from megatron.core.optimizer.cpu_offloading.bucket import Bucket, Slot
-from megatron.core.optimizer.kernels.piece import Kernel, Piece, merged
+from megatron.core.optimizer.cpu_offloading.bucket import Bucket, BucketStep, Slot
+from megatron.core.optimizer.kernels.piece import HostKernel, Piece, merged
 from megatron.core.optimizer.rules import UpdateRule
 from megatron.core.optimizer.state_tensors import MASTER, STEP, like
 from megatron.core.optimizer.state_units import StateUnit
@@ -33,16 +34,6 @@ class Stepped(NamedTuple):
     slot: Slot
     gradient: torch.Tensor
     options: Options
-
-
-class BucketStep(NamedTuple):
-    """A step of one bucket, but for the factor of the gradients."""
-
-    bucket: Bucket
-    gradients: list[tuple[Slot, torch.Tensor]]  # of the slots that are stepped
-    begin: Callable[[], None]
-    work: Callable[[float], None]  # given the factor of the gradients
-    nbytes: int = 0  # that the work reads and writes; 0: not known
 
 
 class Executor(ABC):
@@ -95,8 +86,10 @@ class Executor(ABC):
 
         # Where the device waits for its weights, parameters are the main weights themselves, which
         # may be read once they are updated.
-        sent = bucket.sent
-        updated = sent.first if sent is not None and bucket.is_delivered else sent
+        pending = bucket.pending
+        updated = None if pending is None else pending.updated
+        if pending is not None and not bucket.is_delivered:
+            updated = pending.sent
         return StateUnit(owner, parameters, states, updated, bucket.reads.append)
 
 
@@ -106,7 +99,11 @@ class RuleExecutor(Executor):
     """
 
     def __init__(
-        self, bucket: Bucket, states: Mapping[str, torch.Tensor], rule: UpdateRule, kernel: Kernel
+        self,
+        bucket: Bucket,
+        states: Mapping[str, torch.Tensor],
+        rule: UpdateRule,
+        kernel: HostKernel,
     ) -> None:
         """`states`: the memory of the rule's states, by name, with the layout of the bucket."""
         super().__init__(bucket)
@@ -134,12 +131,9 @@ class RuleExecutor(Executor):
             for counter, number in zip(counters, numbers, strict=True):
                 counter.fill_(number)
 
-        def work(grad_scale: float) -> None:
-            self._kernel(pieces, grad_scale)
-
         gradients = [(each.slot, each.gradient) for each in stepped]
-        nbytes = sum(piece.traffic for piece in pieces)
-        return BucketStep(self.bucket, gradients, begin, work, nbytes)
+        start = partial(self._kernel.submit, pieces)
+        return BucketStep(self.bucket, gradients, begin, start, pieces)
 
     def _planned_pieces(self, slots: Sequence[int], scalars: Sequence[Hashable]) -> list[Piece]:
         """The pieces of some slots with the scalars of each."""
@@ -224,10 +218,10 @@ class TorchExecutor(Executor):
         slots = [(each.number, each.slot) for each in stepped]
         gradients = [(each.slot, each.gradient) for each in stepped]
 
-        def work(grad_scale: float) -> None:
-            self._step(slots, options, grad_scale)
+        def start(grad_scale: float) -> Callable[[], None]:
+            return partial(self._step, slots, options, grad_scale)
 
-        return BucketStep(self.bucket, gradients, lambda: None, work)
+        return BucketStep(self.bucket, gradients, lambda: None, start)
 
     def states(self, index: int) -> dict[str, Any]:
         states, seen = self._states[index], self._inner[index]

@@ -1,11 +1,11 @@
 """`HostLayout`: the host memory of all buckets, exact to the byte, from shapes alone.
 
-Four slabs, of which two may be pinned, since only they are copied from and to the device:
+Four slabs, pinned where they are copied from and to the device:
 
     gradients         pinned with `pins_grads`    copied down
     compute weights   pinned with `pins_params`   copied up; none where gradients make room
-    main weights      never pinned                a model keeps them when its optimizer is deleted
-    states            never pinned                states of a rule, and widened gradients
+    main weights      pinned with `pins_states`   a model keeps them when its optimizer is deleted
+    states            pinned with `pins_states`   states of a rule, and widened gradients
 
 New compute weights are written over the gradients that they came from, where both have one dtype
 and are pinned alike. Main weights that are in host memory already stay where they are.
@@ -56,6 +56,7 @@ class HostRules(NamedTuple):
     state_dtypes: Mapping[str, torch.dtype] | None
     pins_grads: bool
     pins_params: bool
+    pins_states: bool
     pins_memory: bool
 
 
@@ -87,8 +88,8 @@ class HostLayout:
         self.pins = {
             "gradients": rules.pins_grads,
             "compute weights": rules.pins_params,
-            "main weights": False,
-            "states": False,
+            "main weights": rules.pins_states,
+            "states": rules.pins_states,
         }
         self.builders = {purpose: SlabBuilder() for purpose in self.pins}
         self.arrays: dict[tuple[int, str], SlabRange] = {}
@@ -187,6 +188,7 @@ class HostAllocator:
                 None if settings.host.rule is None else settings.host.rule.state_dtypes,
                 settings.pins_grads,
                 settings.pins_params,
+                settings.pins_states,
                 device.pins_host_memory,
             ),
         )

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from megatron.core.device import Device
 from megatron.core.lane_timings import (
@@ -19,13 +20,13 @@ from megatron.core.lane_timings import (
     NoTimings,
     Recorder,
     StepRecorder,
+    StepTimings,
     TimingRecorder,
 )
 from megatron.core.lanes import Event, InlineLane, IssuingLane, Lane, is_lane_thread, relay
 from megatron.core.local_ranks import local_world_size
-from megatron.core.optimizer.cpu_offloading.bucket import Bucket
+from megatron.core.optimizer.cpu_offloading.bucket import Bucket, BucketStep, Pending
 from megatron.core.optimizer.cpu_offloading.executors import (
-    BucketStep,
     Executor,
     Options,
     RuleExecutor,
@@ -34,8 +35,10 @@ from megatron.core.optimizer.cpu_offloading.executors import (
 )
 from megatron.core.optimizer.cpu_offloading.host_layout import HostAllocator
 from megatron.core.optimizer.cpu_offloading.hybrid_settings import HybridSettings
+from megatron.core.optimizer.cpu_offloading.streamed_pass import StreamedPass
+from megatron.core.optimizer.cpu_offloading.update_split import SplitChooser, interleaved
 from megatron.core.optimizer.kernels.host_threads import host_threads
-from megatron.core.optimizer.kernels.piece import Kernel
+from megatron.core.optimizer.kernels.piece import HostKernel, Kernel, Piece
 from megatron.core.optimizer.rules import UpdateRule
 from megatron.core.optimizer.state_units import StateUnit
 from megatron.core.optimizer.step_inputs import IDENTITIES
@@ -44,9 +47,12 @@ logger = logging.getLogger(__name__)
 
 
 class Lanes(NamedTuple):
-    """Gradients down, updates, weights up."""
+    """Gradients down, updates, weights up. Updates have two: one starts them and one waits for each
+    and sends its weights up, so that the host's threads have the next bucket when they need it.
+    """
 
     d2h: Lane
+    start: Lane
     host: Lane
     h2d: Lane
 
@@ -55,12 +61,13 @@ class Lanes(NamedTuple):
         """The lanes of one optimizer; without overlap, one that works in the calling thread."""
         if not overlaps:
             inline = InlineLane(device)
-            return cls(inline, inline, inline)
+            return cls(inline, inline, inline, inline)
 
         d2h: Lane = device.lane("optimizer d2h")
         if device.pins_host_memory and not pins_grads:
             d2h = IssuingLane(device.host_lane("optimizer d2h issue"), d2h)
-        return cls(d2h, device.host_lane("optimizer host"), device.lane("optimizer h2d"))
+        start, host = (device.host_lane(f"optimizer host{end}") for end in (" start", ""))
+        return cls(d2h, start, host, device.lane("optimizer h2d"))
 
 
 class HostSide:
@@ -76,19 +83,31 @@ class HostSide:
 
     def __init__(self, device: Device, settings: HybridSettings) -> None:
         self.rule = settings.host.rule
-        self.lanes = Lanes.make(device, settings.has_lanes, settings.pins_grads)
+        self.lanes = Lanes.make(device, settings.overlap.has_lanes, settings.pins_grads)
         self.timings: Recorder = NoTimings()
-        if settings.records_timings:
-            self.timings = TimingRecorder(device, has_lanes=settings.has_lanes)
+        self._chooser = SplitChooser() if settings.update_on_device is None else None
+        if settings.records_timings or self._chooser is not None:
+            self.timings = TimingRecorder(device, has_lanes=settings.overlap.has_lanes)
         self.executors: list[Executor] = []
         self.nbytes_by_state: dict[str, int] = {}
         self._device = device
         self._settings = settings
-        self._kernel: Kernel | None = None
+        self._kernel: HostKernel | None = None
         self._places: dict[int, tuple[Executor, int]] = {}
+        self._streamed: StreamedPass | None = None
+        self._mesh: DeviceMesh | None = None
 
-    def add(self, buckets: Sequence[Bucket], allocator: HostAllocator, owner: object) -> None:
+    def add(
+        self,
+        buckets: Sequence[Bucket],
+        allocator: HostAllocator,
+        owner: object,
+        mesh: DeviceMesh | None,
+    ) -> None:
         """Allocates buckets' memory and moves the main weights there, which `owner` updates.
+
+        Args:
+            mesh: of the ranks that add buckets together.
 
         Raises:
             HostMemoryError, PinError: see `HostAllocator.allocate`.
@@ -101,17 +120,45 @@ class HostSide:
             allocator.fill(bucket)
             bucket.adopt(owner)
             added.append(self._executor(bucket, allocator))
-            if self._settings.fetches_early:
+            if self._settings.overlap.in_backward:
                 bucket.fetch_during_backward(self.lanes.d2h, self.timings)
         # `adopt` only started the copies from the device.
         self._device.event().synchronize()
 
         self.executors += added
+        self._mesh = self._mesh or mesh
+        self._split()
         for name, nbytes in allocator.nbytes_by_state.items():
             self.nbytes_by_state[name] = self.nbytes_by_state.get(name, 0) + nbytes
         for executor in added:
             for index, slot in enumerate(executor.bucket.slots):
                 self._places[id(slot.parameter)] = (executor, index)
+
+    def _split(self) -> None:
+        """Chooses the buckets that the device updates from the next backward on."""
+        rule, fraction = self.rule, self._settings.update_on_device
+        kernel: Kernel | None = self._kernel
+        if self._chooser is not None:
+            fraction = self._chooser.fraction
+        buckets = [bucket for bucket in self.buckets if bucket.is_delivered]
+        for bucket, is_streamed in zip(
+            buckets, interleaved([b.global_numel for b in buckets], fraction or 0.0), strict=True
+        ):
+            bucket.is_streamed = is_streamed
+        if not fraction or not buckets or rule is None or kernel is None:
+            return
+        if self._streamed is None:
+            if self._device.is_accelerator:
+                kernel = rule.device_kernel(self._device.torch_device)
+            longest = max(bucket.numel for bucket in buckets)
+            widest = max((b.main_dtype for b in buckets), key=lambda dtype: dtype.itemsize)
+            dtypes = [widest, *rule.state_dtypes.values()]
+            self._streamed = StreamedPass(self._device, kernel, longest, dtypes)
+
+    def _streamed_share(self) -> float:
+        """Of the elements, those that the device updates."""
+        streamed = sum(bucket.global_numel for bucket in self.buckets if bucket.is_streamed)
+        return streamed / max(1, sum(bucket.global_numel for bucket in self.buckets))
 
     def _executor(self, bucket: Bucket, allocator: HostAllocator) -> Executor:
         """The executor of a bucket that has its memory."""
@@ -156,7 +203,13 @@ class HostSide:
             now: after which the gradients may be read and the weights written over.
         """
         timings = self.timings.begin()
-        fetched = [self._begin(step, grad_scale, now, timings) for step in planned]
+        fetched = []
+        for step in planned:
+            pieces = step.bucket.on_device(step) if step.bucket.is_streamed else None
+            if pieces is None:
+                fetched.append(self._begin(step, grad_scale, now, timings))
+            else:
+                self._begin_streamed(step, pieces, grad_scale, now, timings)
 
         # The caller may write to gradients again once they have been read.
         with timings.waiting(D2H):
@@ -164,12 +217,17 @@ class HostSide:
                 event.wait()
 
         # Weights may be awaited one by one, where the device does that itself.
-        overlaps_forward = self._settings.overlaps_forward
+        in_forward = self._settings.overlap.in_forward
         for bucket in self.buckets:
-            if bucket.sent is not None and not (overlaps_forward and bucket.is_delivered):
-                timings.wait(bucket.sent)
-        if not overlaps_forward:
+            pending = bucket.pending
+            if pending is not None and not (in_forward and bucket.is_delivered):
+                timings.wait(pending.sent)
+        if not in_forward:
             self.timings.end()
+        chooser = self._chooser
+        if chooser is not None and not chooser.is_done and isinstance(timings, StepTimings):
+            chooser.step_ended(timings, self._streamed_share(), self.synchronize, self._mesh)
+            self._split()
 
     def _begin(
         self, step: BucketStep, grad_scale: float, now: Event, timings: StepRecorder
@@ -188,10 +246,12 @@ class HostSide:
         # be read meanwhile.
         before_fetch = [now] if bucket.is_delivered else [now, *reads]
         # Gradients that were fetched during the backward are not fetched again.
-        nbytes = 0 if self._settings.fetches_early and bucket.is_delivered else bucket.grad.nbytes
+        is_fetched = self._settings.overlap.in_backward and bucket.is_delivered
+        nbytes = 0 if is_fetched else bucket.grad.nbytes
         fetch_timed = timings.timed(D2H, fetch, nbytes, bucket.name)
         fetched = bucket.queue_fetch(self.lanes.d2h, fetch_timed, before_fetch)
-        work = timings.timed(HOST, partial(step.work, grad_scale), step.nbytes, bucket.name)
+        started: list[Callable[[], None]] = []
+        work = timings.timed(HOST, lambda: started.pop()(), step.nbytes, bucket.name)
         send = timings.timed(H2D, partial(bucket.send, slots), bucket.weight.nbytes, bucket.name)
 
         def update() -> Event:
@@ -199,17 +259,45 @@ class HostSide:
             # Only after the backward, which has used the weights that are now written over.
             return h2d.enqueue(send, after=[now])
 
-        bucket.sent = relay(self.lanes.host, update, after=[fetched, *reads])
+        start = self.lanes.start.enqueue(
+            lambda: started.append(step.start(grad_scale)),
+            after=[fetched, *reads, *bucket.updates()],
+        )
+        sent = relay(self.lanes.host, update, after=[start])
+        bucket.pending = Pending(sent.first, sent, sent)
         bucket.deliver(timings)
         return fetched
+
+    def _begin_streamed(
+        self,
+        step: BucketStep,
+        pieces: Sequence[Piece],
+        grad_scale: float,
+        now: Event,
+        timings: StepRecorder,
+    ) -> None:
+        """Queues a bucket's step on the device."""
+        bucket, streamed = step.bucket, self._streamed
+        assert streamed is not None, "made with the first streamed bucket"
+        step.begin()
+        free = [*bucket.take_reads(), *bucket.updates()]
+        bucket.pending = streamed.queue(pieces, grad_scale, now, free, timings, bucket.name)
+        bucket.hold_gradients(bucket.pending.sent)
+        bucket.deliver(timings)
 
     # Waiting
 
     def synchronize(self) -> None:
         """Waits until all updates have ended. Raises what failed there."""
         for bucket in self.buckets:
-            if bucket.sent is not None:
-                bucket.sent.synchronize()
+            if bucket.pending is not None:
+                bucket.pending.done.synchronize()
+
+    def wait_gradients_read(self) -> None:
+        """Has the device write to gradients only after pending updates have read them."""
+        for bucket in self.buckets:
+            if bucket.pending is not None and bucket.is_streamed:
+                bucket.pending.sent.wait()
 
     def wait_until_free(self) -> None:
         """Waits until all updates and reads of the buckets have ended."""
@@ -230,8 +318,10 @@ class HostSide:
             self._close()
 
     def _close(self) -> None:
-        for lane in (self.lanes.host, self.lanes.d2h, self.lanes.h2d):
+        for lane in (self.lanes.start, self.lanes.host, self.lanes.d2h, self.lanes.h2d):
             lane.close()
+        if self._streamed is not None:
+            self._streamed.close()
         self.executors, self._places, self.nbytes_by_state = [], {}, {}
 
     # States
@@ -294,8 +384,8 @@ class HostSide:
             self.synchronize()
 
 
-def _host_kernel(rule: UpdateRule, device: Device, settings: HybridSettings) -> Kernel:
+def _host_kernel(rule: UpdateRule, device: Device, settings: HybridSettings) -> HostKernel:
     num_local_ranks = settings.num_local_ranks or local_world_size()
     threads = host_threads(device, num_local_ranks, settings.num_host_threads)
     logger.info("host update: %s", threads)
-    return rule.host_kernel(threads.number, threads.cores)
+    return HostKernel.of(rule.host_kernel(threads.number, threads.cores))

@@ -23,9 +23,9 @@ from torch import nn
 
 from megatron.core.dtensors import check_whole
 from megatron.core.lane_timings import LaneTimings
-from megatron.core.optimizer.config import DEFAULT_OPTIMIZER_FRACTION
+from megatron.core.optimizer.config import DEFAULT_OPTIMIZER_FRACTION, Overlap
 from megatron.core.optimizer.cpu_offloading.both_sides import BothSides, options_of
-from megatron.core.optimizer.cpu_offloading.executors import BucketStep
+from megatron.core.optimizer.cpu_offloading.bucket import BucketStep
 from megatron.core.optimizer.cpu_offloading.hybrid_settings import HybridSettings, updaters_of
 from megatron.core.optimizer.cpu_offloading.plan import OffloadPlan
 from megatron.core.optimizer.kernels.piece import check_grad_scale
@@ -101,6 +101,12 @@ class HybridDeviceOptimizer(PlanningOptimizer):
             inherit this.
         rule: updates the parameters of both sides in one flat pass, such as `Lion()`; instead of
             the classes and of the dtypes of moments.
+        update_on_device: share of the host's elements, 0 to 1, that the device updates: whole FSDP
+            groups, evenly among the others. Their main weights and states stay in host memory and
+            pass through the device a chunk at a time (streamed_pass.py), so the host has less to
+            do and the link more. None: the share that is the fastest in the first nine steps, in
+            which all ranks step together. No bit changes. Needs overlapping lanes and a rule on
+            both sides.
         kwargs: options of the rule or the optimizer classes: lr, betas, weight_decay. Classes other
             than AdamW allocate their states outside the slabs, and these are not counted.
 
@@ -138,8 +144,15 @@ class HybridDeviceOptimizer(PlanningOptimizer):
         records_timings: bool = False,
         offload_first: Iterable[nn.Parameter] = (),
         rule: UpdateRule | None = None,
+        update_on_device: float | None = 0.0,
         **kwargs: Any,
     ) -> None:
+        overlaps = (overlap_cpu_optimizer_d2h_h2d, fetch_during_backward, overlap_step_with_forward)
+        overlap = {one.value: one for one in Overlap}.get(overlaps)
+        if overlap is None:
+            raise ValueError(
+                "Expected overlap_cpu_optimizer_d2h_h2d, which the other overlaps need, got it off."
+            )
         dtypes = (exp_avg_dtype, exp_avg_sq_dtype)
         host, device = updaters_of(cpu_optimizer_cls, gpu_optimizer_cls, dtypes, rule, kwargs)
         settings = HybridSettings(
@@ -148,13 +161,12 @@ class HybridDeviceOptimizer(PlanningOptimizer):
             in_fp32=param_update_in_fp32,
             pins_grads=pin_cpu_grads,
             pins_params=pin_cpu_params,
-            has_lanes=overlap_cpu_optimizer_d2h_h2d,
-            fetches_early=fetch_during_backward,
-            overlaps_forward=overlap_step_with_forward,
+            overlap=overlap,
             use_decoupled_grad=use_decoupled_grad,
             num_host_threads=num_host_threads,
             num_local_ranks=num_local_ranks,
             records_timings=records_timings,
+            update_on_device=update_on_device,
         )
         settings.check()
         super().__init__(params, settings.common_defaults())
@@ -264,6 +276,8 @@ class HybridDeviceOptimizer(PlanningOptimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears the gradients that `step` reads: to None, or in place to zero."""
+        if not set_to_none:
+            self._sides.host_side.wait_gradients_read()
         clear_gradients(self._parameters(), self.use_decoupled_grad, set_to_none)
 
     def synchronize(self) -> None:

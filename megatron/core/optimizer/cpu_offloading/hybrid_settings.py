@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from megatron.core.optimizer.config import Overlap
 from megatron.core.optimizer.fused_adam import FusedAdam
 from megatron.core.optimizer.rules import IMPLEMENTATIONS, Adam, UpdateRule
 
@@ -131,29 +132,37 @@ class HybridSettings(NamedTuple):
     in_fp32: bool
     pins_grads: bool
     pins_params: bool
-    has_lanes: bool
-    fetches_early: bool
-    overlaps_forward: bool
+    overlap: Overlap
     use_decoupled_grad: bool
     num_host_threads: int | None
     num_local_ranks: int | None
     records_timings: bool
+    update_on_device: float | None
+
+    @property
+    def pins_states(self) -> bool:
+        """Whether main weights and states travel, and so are pinned where the others are."""
+        return self.update_on_device != 0 and self.pins_params
 
     def check(self) -> None:
         """Rejects settings that contradict each other.
 
         Raises:
-            ValueError: for overlaps without lanes, and for dtypes of states that the host does not
-                support.
+            ValueError: for dtypes of states that the host does not support.
             NotImplementedError: for decoupled gradients with a class of torch's.
         """
         rules = [side.rule for side in (self.host, self.device) if side.rule is not None]
         if self.host.rule is not None:
             self.host.rule.check_on_host()
 
-        if (self.overlaps_forward or self.fetches_early) and not self.has_lanes:
+        fraction = self.update_on_device
+        if fraction is not None and not 0 <= fraction <= 1:
+            raise ValueError(f"Expected update_on_device from 0 to 1, or None, got {fraction}.")
+        if fraction != 0 and (len(rules) < 2 or not self.overlap.has_lanes):
             raise ValueError(
-                "Expected overlap_cpu_optimizer_d2h_h2d, which the other overlaps need, got it off."
+                "Expected a rule on both sides and overlap_cpu_optimizer_d2h_h2d with "
+                f"update_on_device={fraction}, got {self.host.name} and {self.device.name}, "
+                f"{'with' if self.overlap.has_lanes else 'without'} overlap."
             )
         if self.use_decoupled_grad and len(rules) < 2:
             raise NotImplementedError(

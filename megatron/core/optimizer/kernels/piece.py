@@ -10,7 +10,8 @@ rounding to nearest even. A NaN becomes the one whose remainder is zero.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -101,6 +102,11 @@ class Piece(NamedTuple):
         """The arrays' elements from `start` on, as views."""
         return self.mapped(lambda tensor: tensor.detach().view(-1)[start : start + numel])
 
+    def parts(self, numel: int) -> Iterator[Piece]:
+        """The piece as views of at most `numel` elements."""
+        for start in range(0, self.numel, numel):
+            yield self.part(start, min(numel, self.numel - start))
+
     def mapped(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Piece:
         """The same step over other arrays."""
         return Piece(
@@ -126,6 +132,28 @@ class Piece(NamedTuple):
 
 # Carries out pieces, given the factor of the gradients, which is known last.
 Kernel: TypeAlias = Callable[[Iterable[Piece], float], None]
+
+
+class HostKernel:
+    """A kernel whose threads may be given the next pieces while they work on others.
+
+    Attributes:
+        submit: starts pieces with the factor of their gradients, and returns a function that waits
+            until they are done, which must be called. It may do the work itself.
+    """
+
+    def __init__(self, submit: Callable[[Iterable[Piece], float], Callable[[], None]]) -> None:
+        self.submit = submit
+
+    @classmethod
+    def of(cls, kernel: Kernel) -> HostKernel:
+        """The kernel itself, or one that does its work where it is awaited."""
+        if isinstance(kernel, HostKernel):
+            return kernel
+        return cls(lambda pieces, grad_scale: partial(kernel, pieces, grad_scale))
+
+    def __call__(self, pieces: Iterable[Piece], grad_scale: float) -> None:
+        self.submit(pieces, grad_scale)()
 
 
 def merged(pieces: Iterable[Piece]) -> list[Piece]:

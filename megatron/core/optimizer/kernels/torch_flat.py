@@ -11,12 +11,13 @@ import itertools
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
 
-from megatron.core.optimizer.kernels.piece import Kernel, Piece
+from megatron.core.optimizer.kernels.piece import HostKernel, Piece
 
 # Updates weight and states in place, all fp32, one-dimensional and of one length, given the scalars
 # of the step. It may write to the gradient too: `(step, grad, weight, states)`.
@@ -41,7 +42,7 @@ def run(pieces: Iterable[Piece], grad_scale: float, update: Update) -> None:
         _step(part, grad_scale, update, scratch)
 
 
-def pooled(update: Update, num_threads: int) -> Kernel:
+def pooled(update: Update, num_threads: int) -> HostKernel:
     """A kernel for CPU tensors that divides the work among threads, which end with it.
 
     It raises what one of them raised, once all have ended; RuntimeError in a forked child.
@@ -53,10 +54,10 @@ def pooled(update: Update, num_threads: int) -> Kernel:
     def step(part: Piece, grad_scale: float) -> None:
         if not hasattr(local, "scratch"):
             local.scratch = _Scratch()
-        for chunk in _split(part, _THREAD_CHUNK_NUMEL):
+        for chunk in part.parts(_THREAD_CHUNK_NUMEL):
             _step(chunk, grad_scale, update, local.scratch)
 
-    def kernel(pieces: Iterable[Piece], grad_scale: float) -> None:
+    def submit(pieces: Iterable[Piece], grad_scale: float) -> Callable[[], None]:
         if os.getpid() != process:
             raise RuntimeError(
                 f"Expected process {process}, which has this kernel's threads, got its child "
@@ -66,27 +67,25 @@ def pooled(update: Update, num_threads: int) -> Kernel:
         given = list(pieces)
         share = sum(piece.numel for piece in given) // (_PARTS_PER_THREAD * num_threads)
         numel = _THREAD_CHUNK_NUMEL * (1 + share // _THREAD_CHUNK_NUMEL)
-        parts = [part for piece in given for part in _split(piece, numel)]
-        steps = [pool.submit(step, part, grad_scale) for part in parts]
-        # All of them, after an error too: the caller may then write to the arrays, or free them.
-        wait(steps)
-        errors = list(filter(None, (each.exception() for each in steps)))
-        if errors:
-            # What is raised refers to this frame, which must not refer to it.
-            steps.clear()
-            raise errors.pop(0)
+        parts = [part for piece in given for part in piece.parts(numel)]
+        return partial(_finish, [pool.submit(step, part, grad_scale) for part in parts])
 
-    return kernel
+    return HostKernel(submit)
+
+
+def _finish(steps: list[Future[None]]) -> None:
+    # All of them, after an error too: the caller may then write to the arrays, or free them.
+    wait(steps)
+    errors = list(filter(None, (each.exception() for each in steps)))
+    if errors:
+        # What is raised refers to this frame, which must not refer to it.
+        steps.clear()
+        raise errors.pop(0)
 
 
 def _chunks(piece: Piece) -> Iterator[Piece]:
     on_cpu = piece.weight.device.type == "cpu"
-    return _split(piece, _CPU_CHUNK_NUMEL if on_cpu else _DEVICE_CHUNK_NUMEL)
-
-
-def _split(piece: Piece, numel: int) -> Iterator[Piece]:
-    for start in range(0, piece.numel, numel):
-        yield piece.part(start, min(numel, piece.numel - start))
+    return piece.parts(_CPU_CHUNK_NUMEL if on_cpu else _DEVICE_CHUNK_NUMEL)
 
 
 class _Scratch:

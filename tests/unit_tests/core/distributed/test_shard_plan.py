@@ -57,6 +57,30 @@ def _sharded_as_planned(config: DataParallelConfig, world_size: int) -> None:
             )
 
 
+def test_several_accelerators_plan_gradients_in_the_dtype_that_they_add_up():
+    def planned(world_size: int, is_accelerator: bool, **options: str) -> tuple[int, ...]:
+        config = DataParallelConfig(main_grads_dtype="bf16", **options)
+        dtype = torch.bfloat16
+        plan = plan_shards(
+            build(), world_size, config, compute_dtype=dtype, is_accelerator=is_accelerator
+        )
+        group = next(group for group in plan.groups if group.requires_grad)
+        numel = group.whole_grads_nbytes // group.sent_dtype.itemsize
+        totals = (group.whole_grads_nbytes, group.reduced_nbytes, group.reduction_nbytes)
+        return tuple(4 * total // numel for total in (*totals, group.reduced_last_nbytes))
+
+    # In quarters of a byte an element: in memory, sent, and in memory while it is sent.
+    assert planned(4, is_accelerator=True) == (16, 12, 0, 0)
+    assert planned(4, is_accelerator=False) == (8, 6, 0, 0)
+    assert planned(1, is_accelerator=True)[0] == 8
+    sent_in_bf16 = {"megatron_fsdp_grad_comm_dtype": "bf16"}
+    assert planned(4, is_accelerator=True, **sent_in_bf16) == (8, 6, 0, 0)
+    # The sums over microbatches are bf16, and sent in fp32.
+    deferred = {"data_parallel_sharding_strategy": "optim"}
+    assert planned(4, is_accelerator=True, **deferred) == (16, 0, 16, 12)
+    assert planned(4, is_accelerator=False, **deferred) == (8, 0, 0, 6)
+
+
 @pytest.mark.parametrize(
     ("options", "world_size"),
     [

@@ -11,6 +11,7 @@ from megatron.core import products
 from megatron.core.models.gpt.activations import Microbatch, activation_bytes
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.config import TransformerConfig
+from megatron.core.transformer.delta_rule import state_nbytes
 from megatron.core.transformer.layer_specs import model_spec
 
 VOCAB, SEQ, SIZE = 512, 128, 2
@@ -94,6 +95,21 @@ def test_recomputation_keeps_inputs_and_has_one_layer_at_a_time():
     assert recomputed.layers == (SIZE * SEQ * 2 * 128,) * 2
     assert recomputed.recomputed == max(whole.layers) > recomputed.layers[0]
     assert (recomputed.rest, recomputed.loss) == (whole.rest, whole.loss)
+
+
+def test_delta_nets_keep_the_states_of_the_device_that_is_planned_for():
+    config = TransformerConfig(**{**BASE, **MODELS["gated delta nets"]})
+    on_cpu, on_gpu = (
+        activation_bytes(model_spec(config), VOCAB, Microbatch(64, 1024, 4, kind)).layers
+        for kind in ("cpu", "cuda")
+    )
+    states = [
+        state_nbytes(1024, 64 * 4, key_dim=16, value_dim=24, device_kind=kind)
+        for kind in ("cpu", "cuda")
+    ]
+    assert states[0] == 16 * states[1] == 16 * 64 * 4 * 16 * 24 * 4
+    # The other layer has the same norms and MLP; those keep two tensors instead of one on the CPU.
+    assert (on_cpu[0] - on_cpu[1]) - (on_gpu[0] - on_gpu[1]) == states[0] - states[1]
 
 
 def test_tokens_that_travel_to_experts_are_kept_where_they_arrive_too():

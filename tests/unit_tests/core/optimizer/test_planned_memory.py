@@ -23,7 +23,8 @@ from megatron.core.parts import freeze
 from megatron.core.transformer.config import TransformerConfig
 from megatron.training import engines
 from megatron.training.config import EngineConfig
-from megatron.training.engines import build_engine, state_settings
+from megatron.training.engines import build_engine
+from megatron.training.step_memory import state_settings
 from tests.helpers.ranks import run_ranks
 
 VOCAB = 61  # rows that no number of ranks divides
@@ -127,7 +128,7 @@ def _seen(case: Case) -> Seen:
     by_module = bool(config.parallel.use_megatron_fsdp)
     plan = plan_offload(model, config.optimizer, by_module=by_module)
     world_size, rank = dist.get_world_size(), dist.get_rank()
-    settings = state_settings(config, world_size, pins_memory=False)
+    settings = state_settings(config, world_size, is_accelerator=False)
     planned = plan_memory(model, settings, plan, rank)
 
     engines.check_memory_on_all_ranks = recorded

@@ -16,8 +16,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import megatron.core.transformer.attention_core as core
-from megatron.core.drivers import Driver
+from megatron.core.drivers import CudaDriver, Driver
+from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.attention_core import attend
+from megatron.core.transformer.documents import Documents
 from megatron.core.transformer.spec import AttentionSpec, Sinks
 
 BASE = AttentionSpec(num_heads=4, num_key_value_heads=2, head_dim=8, scale=0.3)
@@ -304,8 +306,7 @@ def test_keys_of_heads_too_large_for_flash_attention_are_repeated(
     assert _is_grouped(replace(SINKS, head_dim=248))
     assert not _is_grouped(replace(SINKS, head_dim=256)), "the sink's channels count"
 
-    monkeypatch.setattr(core, "kinds_of_accelerators", lambda: ["meta"])
-    monkeypatch.setattr(core, "driver_of", OldDriver)
+    monkeypatch.setattr(core, "kernels_of", OldDriver)
     assert not _is_grouped(BASE)
 
 
@@ -333,3 +334,85 @@ def test_a_sink_keeps_its_logit_whatever_the_scale(scale: float) -> None:
     """Divided by the small one, the logits would be beyond the range of fp16."""
     errors = _errors_by_sink([-20.0, 0.5, 2.0, 25.0], torch.float16, scale, None)
     assert errors.max() < 8 * torch.finfo(torch.float16).eps
+
+
+class CudaOnCpu(CudaDriver):
+    """NVIDIA's driver, asked about tensors on the CPU."""
+
+    def __init__(self, _: torch.device) -> None:
+        super().__init__()
+
+    def flash_head_dim(self, index: int) -> int:  # noqa: ARG002
+        return 256
+
+
+@pytest.mark.parametrize("recomputes_core", [False, True])
+def test_documents_use_no_kernel_that_is_built_for_each_shape_in_recomputation_neither(
+    monkeypatch: pytest.MonkeyPatch, recomputes_core: bool
+) -> None:
+    torch.manual_seed(0)
+    attention = SelfAttention(
+        BASE, 32, init_std=0.3, output_init_std=0.3, recomputes_core=recomputes_core
+    )
+    hidden, runs = torch.randn(1, 12, 32), 2 if recomputes_core else 1
+    documents = Documents((5, 4, 3))
+    expected = attention(hidden, documents=documents)
+
+    fused, may_use_cudnn = core.F.scaled_dot_product_attention, []
+
+    def watched(*args: Any, **options: Any) -> Tensor:
+        may_use_cudnn.append(torch.backends.cuda.cudnn_sdp_enabled())
+        return fused(*args, **options)
+
+    monkeypatch.setattr(core, "kernels_of", CudaOnCpu)
+    monkeypatch.setattr(core.F, "scaled_dot_product_attention", watched)  # in backward too
+    output = attention(hidden, documents=documents)
+    output.sum().backward()
+    assert may_use_cudnn == [False] * 3 * runs
+    assert torch.equal(output, expected)
+
+    may_use_cudnn.clear()
+    attention(hidden).sum().backward()
+    assert may_use_cudnn == [True] * runs, "rows have one shape, and may use any kernel"
+
+
+def test_values_keep_their_width_where_a_kernel_takes_two(monkeypatch: pytest.MonkeyPatch) -> None:
+    """DeepSeek's heads: 192 channels in queries and keys, 128 in values."""
+    spec = replace(BASE, num_key_value_heads=4, head_dim=192)
+    inputs = [part.detach() for part in _inputs(spec, 9)]
+    inputs[2] = inputs[2][..., :128]
+    with FusedCalls() as calls:
+        expected = _attend(inputs, spec)
+    assert calls.widths == [(192, 192)]
+
+    class TakesTwoWidths(CudaOnCpu):
+        def takes_two_widths(self, *asked: Any) -> bool:
+            *heads, dropout, is_causal = asked
+            assert [head.shape[-1] for head in heads] == [192, 192, 128]
+            assert (dropout, is_causal) == (0.0, True)
+            return True
+
+    monkeypatch.setattr(core, "kernels_of", TakesTwoWidths)
+    with FusedCalls() as calls:
+        found = _attend(inputs, spec)
+    assert calls.widths == [(192, 128)]
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("documents", [None, Documents((300, 212))])
+def test_on_a_gpu_values_in_their_own_width_give_what_padded_ones_do(
+    documents: Documents | None,
+) -> None:
+    spec = replace(BASE, num_key_value_heads=4, head_dim=192, scale=192**-0.5)
+    heads = [part.detach().to("cuda", torch.bfloat16) for part in _inputs(spec, 512, batch=1)]
+    results = []
+    for width in (128, 192):
+        query, key, value = (part.clone().requires_grad_() for part in heads)
+        narrow = torch.nn.functional.pad(value[..., :128], (0, width - 128))
+        output = attend(query, key, narrow, spec, documents=documents)[..., :128]
+        output.sum().backward()
+        results.append([output.detach(), query.grad, key.grad, value.grad])
+    for found, expected in zip(*results, strict=True):
+        difference = (found.float() - expected.float()).abs().max()
+        assert difference <= 0.02 * expected.float().abs().max(), "sums of bf16 in two orders"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -10,6 +11,8 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from megatron.core.transformer import delta_rule
 from megatron.core.transformer.delta_rule import gated_delta_rule
@@ -102,10 +105,22 @@ def test_chunks_give_what_the_recurrence_gives_forward_and_backward(
     segment_numel: int,
     dtype: torch.dtype,
 ) -> None:
-    with mock.patch.object(delta_rule, "SEGMENT_NUMEL", segment_numel):
+    with mock.patch.object(delta_rule, "segment_numel", return_value=segment_numel):
         errors = _errors(_inputs(seed, length, heads), dtype, chunk_size=chunk_size)
     bound = 1e-5 if dtype == torch.float32 else 1e-12
     assert max(errors.values()) < bound, errors
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("numel", [6000, 1 << 24])
+def test_a_gpu_gives_what_the_cpu_gives(monkeypatch: pytest.MonkeyPatch, numel: int) -> None:
+    inputs, weights = _inputs(0, 300), torch.ones(2, 300, 4, 12)
+    expected = _with_gradients(gated_delta_rule, inputs, torch.float64, weights)
+    monkeypatch.setattr(delta_rule, "segment_numel", lambda _: numel)
+    moved = [part.cuda() for part in inputs]
+    found = _with_gradients(gated_delta_rule, moved, torch.float32, weights.cuda())
+    for name, a, b in zip(NAMES, found, expected, strict=True):
+        assert (a.cpu() - b).abs().max() <= 1e-5 * b.abs().max(), name
 
 
 @pytest.mark.parametrize("log_decay", [0.0, -1e-6, -80.0, -1e30, -torch.inf])
@@ -160,9 +175,9 @@ def test_autocast_changes_no_bit_forward_or_backward() -> None:
         assert torch.equal(a, b)
 
 
-def _saved_for_backward(length: int) -> list[Tensor]:
+def _saved_for_backward(length: int, **shape: tuple[int, int]) -> list[Tensor]:
     """What forward keeps besides its inputs."""
-    inputs = [x.bfloat16().requires_grad_() for x in _inputs(0, length)]
+    inputs = [x.bfloat16().requires_grad_() for x in _inputs(0, length, **shape)]
     saved: list[Tensor] = []
 
     def pack(x: Tensor) -> Tensor:
@@ -179,10 +194,70 @@ def test_only_the_state_before_each_segment_is_kept_for_backward(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     chunk_numel = 8 * (64 * (8 + 12) + 8 * 12)
-    monkeypatch.setattr(delta_rule, "SEGMENT_NUMEL", 2 * chunk_numel)
+    monkeypatch.setattr(delta_rule, "segment_numel", lambda _: 2 * chunk_numel)
     for length, num_segments in ((64, 1), (128, 1), (129, 2), (512, 4), (1024, 8)):
         (states,) = _saved_for_backward(length)
         assert states.shape == (num_segments, 8, 8, 12)
+
+
+class Operations(TorchDispatchMode):
+    """Counts the operations that launch kernels, and remembers the largest result's bytes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = self.nbytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if not func.is_view:
+            self.count += 1
+            parts = (part for part in tree_leaves(result) if isinstance(part, Tensor))
+            self.nbytes = max(self.nbytes, *(part.nbytes for part in parts), 0)
+        return result
+
+
+def _operations(monkeypatch: pytest.MonkeyPatch, device_kind: str) -> tuple[Operations, Operations]:
+    """Forward's and backward's for 4,096 positions of Qwen3-Next, in the segments of a device of
+    this kind. Meta tensors replace the device's.
+    """
+    numel = delta_rule.segment_numel(device_kind)
+    with monkeypatch.context() as patch, Operations() as forward:
+        patch.setattr(delta_rule, "segment_numel", lambda _: numel)
+        shapes = ((16, 128), (16, 128), (32, 128), (32,), (32,))
+        inputs = [
+            torch.empty(1, 4096, *shape, device="meta", dtype=torch.bfloat16, requires_grad=True)
+            for shape in shapes
+        ]
+        output = gated_delta_rule(*inputs)
+        gradient = torch.empty_like(output)
+        with Operations() as backward:
+            output.backward(gradient)
+    return forward, backward
+
+
+def test_an_accelerator_takes_a_fifth_of_the_operations_of_a_cpu(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    on_cpu, on_device = (_operations(monkeypatch, kind) for kind in ("cpu", "cuda"))
+    for few, many in zip(on_device, on_cpu, strict=True):
+        assert few.count < many.count / 5
+
+
+def test_backward_copies_no_more_states_than_a_segment_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, backward = _operations(monkeypatch, "cpu")
+    gradient = 4096 * 32 * 128 * 2
+    assert backward.nbytes == gradient < delta_rule.state_nbytes(4096, 32, 128, 128, "cpu")
+
+
+@pytest.mark.parametrize("device_kind", ["cpu", "cuda"])
+def test_the_planned_states_are_those_that_such_a_device_keeps(
+    monkeypatch: pytest.MonkeyPatch, device_kind: str
+) -> None:
+    numel = delta_rule.segment_numel(device_kind)
+    monkeypatch.setattr(delta_rule, "segment_numel", lambda _: numel)
+    (states,) = _saved_for_backward(2048, heads=(4, 64), dims=(32, 64))
+    monkeypatch.undo()
+    assert states.nbytes == delta_rule.state_nbytes(2048, 2 * 64, 32, 64, device_kind)
 
 
 def test_no_sequences_and_no_positions_give_nothing() -> None:

@@ -208,8 +208,7 @@ def fla(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callable[[s
         (folder / "gated_delta_rule.py").write_text(source)
 
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(gated_delta_net, "kinds_of_accelerators", lambda: ["cpu"])
-    monkeypatch.setattr(gated_delta_net, "driver_of", TritonDriver)
+    monkeypatch.setattr(gated_delta_net, "kernels_of", TritonDriver)
     gated_delta_net._fla_kernel.cache_clear()
     yield install
     gated_delta_net._fla_kernel.cache_clear()
@@ -247,9 +246,7 @@ def test_what_its_kernels_do_not_take_is_computed_here(
     _net()(torch.randn(1, 5, HIDDEN))  # fp32
     wide = _net(GatedDeltaNetSpec(1, 1, 257, 8, 4, 1e-6)).bfloat16()
     wide(torch.randn(1, 5, HIDDEN).bfloat16())
-    monkeypatch.setattr(gated_delta_net, "driver_of", Driver)  # without Triton
-    _net().bfloat16()(torch.randn(1, 5, HIDDEN).bfloat16())
-    monkeypatch.setattr(gated_delta_net, "kinds_of_accelerators", list)
+    monkeypatch.setattr(gated_delta_net, "kernels_of", Driver)  # without Triton
     _net().bfloat16()(torch.randn(1, 5, HIDDEN).bfloat16())
     assert kernel.shapes == []
 

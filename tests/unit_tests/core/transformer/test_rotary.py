@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.core.transformer.rotary import apply_rotary, rotary_angles
+from megatron.core.transformer.rotary import RotaryAngles, apply_rotary, rotary_angles
 from megatron.core.transformer.spec import (
     LinearScaling,
     Llama3Scaling,
@@ -38,21 +38,22 @@ def test_angles_are_positions_times_falling_frequencies() -> None:
 def test_channels_beyond_the_rotated_ones_pass_unchanged() -> None:
     x = torch.randn(1, 6, 2, 16)
     angles = rotary_angles(_spec(8), torch.arange(6))
-    y = apply_rotary(x, angles.cos, angles.sin)
+    y = apply_rotary(x, angles)
     assert torch.equal(y[..., 8:], x[..., 8:])
     assert not torch.equal(y[:, 1:, :, :8], x[:, 1:, :, :8])
 
 
 def test_angles_that_do_not_fit_are_refused() -> None:
     angles = rotary_angles(_spec(), torch.arange(6))
+    narrow = RotaryAngles(angles.cos.bfloat16(), angles.sin.bfloat16())
     with pytest.raises(ValueError, match="Expected angles of 5 positions"):
-        apply_rotary(torch.randn(1, 5, 2, 16), angles.cos, angles.sin)
+        apply_rotary(torch.randn(1, 5, 2, 16), angles)
     with pytest.raises(ValueError, match="at most 8 channels"):
-        apply_rotary(torch.randn(1, 6, 2, 8), angles.cos, angles.sin)
+        apply_rotary(torch.randn(1, 6, 2, 8), angles)
     with pytest.raises(
         ValueError, match=r"Expected cosines and sines in torch.float32, got torch.bfloat16"
     ):
-        apply_rotary(torch.randn(1, 6, 2, 16), angles.cos.bfloat16(), angles.sin.bfloat16())
+        apply_rotary(torch.randn(1, 6, 2, 16), narrow)
 
 
 LLAMA3 = Llama3Scaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_length=8192)
@@ -119,11 +120,11 @@ def test_interleaved_channels_are_turned_as_halves_in_another_order() -> None:
     x = torch.randn(2, 5, 3, 12, generator=torch.Generator().manual_seed(0))
     angles = rotary_angles(_spec(8), torch.arange(5))
     order = [0, 2, 4, 6, 1, 3, 5, 7, 8, 9, 10, 11]
-    halves = apply_rotary(x[..., order], angles.cos, angles.sin)
-    turned = apply_rotary(x, angles.cos, angles.sin, is_interleaved=True)
+    halves = apply_rotary(x[..., order], angles)
+    turned = apply_rotary(x, replace(angles, is_interleaved=True))
     assert torch.equal(turned[..., order], halves)
     assert torch.equal(turned[..., 8:], x[..., 8:])
-    assert not torch.allclose(turned, apply_rotary(x, angles.cos, angles.sin), atol=0.1)
+    assert not torch.allclose(turned, apply_rotary(x, angles), atol=0.1)
 
 
 def test_angles_of_far_positions_are_exact_to_fp32() -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from megatron.training.health import backstop
 from megatron.training.health import progress as progress_module
 from megatron.training.health.cause import Silence
 from megatron.training.health.events import EventLog, read_heartbeat
@@ -165,8 +166,10 @@ def test_a_stopped_watchdog_leaves_no_thread_handler_or_socket():
     before, others = signal.getsignal(signal.SIGTERM), set(threading.enumerate())
     for _ in range(2):
         with Watchdog(
-            launch=Launch(), store=None, events=EventLog(None), hang_timeout_seconds=None
+            launch=Launch(), store=None, events=EventLog(None), hang_timeout_seconds=3600.0
         ):
+            while backstop.OF_THIS_PROCESS._seconds is None:
+                time.sleep(0.01)
             assert signal.getsignal(signal.SIGTERM) != signal.SIG_DFL
             assert "watchdog" in {thread.name for thread in set(threading.enumerate()) - others}
         assert signal.getsignal(signal.SIGTERM) == before
@@ -174,6 +177,7 @@ def test_a_stopped_watchdog_leaves_no_thread_handler_or_socket():
         descriptor = signal.set_wakeup_fd(-1)
         signal.set_wakeup_fd(descriptor)
         assert descriptor == -1
+        assert backstop.OF_THIS_PROCESS._seconds is None
 
 
 def test_the_heartbeat_of_rank_0_has_its_phase_and_status(start):

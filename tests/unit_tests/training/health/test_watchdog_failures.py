@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import signal
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -12,6 +13,7 @@ import torch.distributed as dist
 
 from megatron.core.lanes import ThreadEvent
 from megatron.core.options import ConfigError
+from megatron.training.health import backstop
 from megatron.training.health import watchdog as watchdog_module
 from megatron.training.health.exits import ExitCode
 from megatron.training.health.progress import Phase
@@ -125,15 +127,29 @@ def test_a_hung_rank_is_named_with_its_place_and_all_end(start):
     assert (hang["ranks"], exit_event["code"], exit_event["name"]) == ([1], 6, "HANG")
 
 
-def test_a_rank_that_does_not_respond_is_the_one_that_hangs(start):
-    """It holds Python's lock, so its watchdog cannot run. Only the launcher can end it."""
-    job = start(on(1, lambda: in_c(holds_gil=True)), world_size=3, hang_timeout_seconds=TIMEOUT)
+def test_a_rank_whose_thread_keeps_pythons_lock_is_named_and_ends_by_the_timer(start):
+    """Its watchdog cannot run, so it does not respond."""
+
+    def body(rank: Rank) -> None:
+        def strike() -> None:
+            rank.ready()
+            if rank.rank == 1:
+                watchdog_module._LEAST_BACKSTOP_SECONDS = 0.0
+                while backstop.OF_THIS_PROCESS._seconds != 6.0:
+                    rank.watchdog.mark(Phase.FORWARD, 3)
+                    time.sleep(0.01)
+                in_c(holds_gil=True)
+
+        rank.train(strike)
+
+    job = start(body, world_size=3, hang_timeout_seconds=3.0)
     job.wait_until_ready()
-    assert job.end(0, 2) == [ExitCode.HANG] * 2
+    assert job.end() == [ExitCode.HANG, ExitCode.FAILED, ExitCode.HANG]
     assert len(job.causes()) == 1
     assert job.causes()[0].startswith(
         f"{job.name(1)} does not answer: it hangs, or its machine or the network is down"
     )
+    assert " in in_c\n" in job.output(1), "the stack of the thread that has the lock"
 
 
 def test_a_stopped_process_is_the_cause(start):

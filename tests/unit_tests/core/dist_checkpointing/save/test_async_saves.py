@@ -241,13 +241,13 @@ def test_the_update_of_a_group_on_the_device_waits_until_that_group_has_been_rea
 def _begins_beside_an_update(root: Path) -> None:
     training, store, updating = Training(1.0), GatedStore(root), threading.Event()
     with pytest.MonkeyPatch.context() as patch, saving(root, store) as manager:
-        real = HostAdam.run
+        real = HostAdam.submit
 
-        def run(*args: Any) -> Any:
+        def submit(*args: Any) -> Any:
             assert updating.wait(600)
             return real(*args)
 
-        patch.setattr(HostAdam, "run", run)
+        patch.setattr(HostAdam, "submit", submit)
         training.backward(1)
         training.update(1)
         manager.save(1, training.contents(), {})
@@ -432,7 +432,7 @@ def _an_update_fails(root: Path) -> None:
     training = Training(1.0)
     with pytest.MonkeyPatch.context() as patch, saving(root) as manager:
         training.backward(1)
-        patch.setattr(HostAdam, "run", lambda *_: 1 / 0)
+        patch.setattr(HostAdam, "submit", lambda *_: 1 / 0)
         training.update(1)
         manager.save(1, training.contents(), {})
         with pytest.raises(

@@ -6,6 +6,8 @@ import logging
 import random
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -22,9 +24,9 @@ from megatron.core.dist_checkpointing.save.data_file import (
     DataFileWriter,
 )
 from megatron.core.dist_checkpointing.state import entries
+from megatron.core.dist_checkpointing.state.entries import Landing
 from megatron.core.dist_checkpointing.store import LocalStore
-from megatron.core.drivers import PinError
-from megatron.core.host_memory import HostLimits
+from megatron.core.host_memory import HostLimits, HostMemoryError, HostSlab
 from megatron.core.lanes import Event, Lane, delays
 from megatron.core.optimizer import scaled_states
 from megatron.core.shared_file import MEMORY_ALIGNMENT, address_of
@@ -295,7 +297,7 @@ def test_values_computed_from_a_tensor_on_a_device_are_issued_with_its_copy(
     monkeypatch.setattr(entries, "lies_on_device", lambda _: True)
     monkeypatch.setattr(scaled_states, "read", noting(real_read))
     monkeypatch.setattr(torch.Tensor, "contiguous", noting(real_contiguous))
-    monkeypatch.setattr(pool, "d2h", lane)
+    monkeypatch.setattr(pool, "landing", pool.landing._replace(lane=lane))
     writer = DataFileWriter(lambda: sink, pool, disk)
     writer.write_tensor(stored, scale)
     writer.finish()
@@ -379,6 +381,80 @@ def test_after_a_failure_of_the_disk_no_tensor_is_read_in_place(pool, disk):
     check_usable(pool, disk)
 
 
+class Link:
+    """A lane whose copies take until they are awaited. Keeps what happens, in order.
+
+    Args:
+        fails_at: the number of the copy whose wait raises.
+    """
+
+    def __init__(self, history: list[str], fails_at: int | None = None) -> None:
+        self.history = history
+        self.fails_at = fails_at
+        self.pending: dict[int, Callable[[], object]] = {}
+
+    def enqueue(self, work: Callable[[], object], after: Sequence[Event] = ()) -> Any:
+        assert not after
+        number = sum(line.startswith("send") for line in self.history)
+        self.history.append(f"send {number}")
+        self.pending[number] = work
+        return SimpleNamespace(synchronize=lambda: self.arrive(number))
+
+    def arrive(self, number: int) -> None:
+        self.history.append(f"await {number}")
+        work = self.pending.pop(number)
+        if number == self.fails_at:
+            raise OSError("the link is down")
+        work()
+
+
+@pytest.fixture
+def link(pool, monkeypatch) -> Link:
+    """That of the pool, whose blocks are hashed one at a time."""
+    monkeypatch.setattr(entries, "lies_on_device", lambda _: True)
+    found = Link([])
+
+    def hashed(data: memoryview) -> tuple[str, ...]:
+        found.history.append("hash")
+        return digests_of(data)
+
+    monkeypatch.setattr(entries, "digests_of", hashed)
+    pieces = tuple(memoryview(bytearray(2 * BLOCK_BYTES)) for _ in range(2))
+    monkeypatch.setattr(pool, "landing", Landing(found, pieces))
+    return found
+
+
+def test_while_a_piece_is_copied_and_hashed_the_next_one_comes_down(pool, disk, link):
+    sink, tensor = MemorySink(), random_tensor(7 * BLOCK_BYTES + 5)
+    writer = DataFileWriter(lambda: sink, pool, disk)
+    digests = writer.write_tensor(tensor)
+    tensor_was = bytes_of(tensor)
+    tensor.zero_()
+    assert link.history == [
+        *("send 0", "send 1", "await 0", "hash", "hash"),
+        *("send 2", "await 1", "hash", "hash"),
+        *("send 3", "await 2", "hash", "hash"),
+        *("await 3", "hash", "hash"),
+    ]
+    writer.finish()
+    assert sink.content == tensor_was
+    assert digests == digests_of(tensor_was)
+
+
+@pytest.mark.parametrize("fails_at", [0, 2])
+def test_after_an_error_no_piece_is_on_its_way_and_the_pool_can_be_used(
+    pool, disk, link, fails_at, monkeypatch
+):
+    link.fails_at = fails_at
+    writer = DataFileWriter(lambda: MemorySink(), pool, disk)
+    with pytest.raises(OSError, match="the link is down"):
+        writer.write_tensor(random_tensor(7 * BLOCK_BYTES + 5))
+    assert link.pending == {}
+    writer.abort()
+    monkeypatch.undo()
+    check_usable(pool, disk)
+
+
 # Staging.
 
 
@@ -431,7 +507,7 @@ def test_ranks_of_one_machine_stage_within_their_share_of_the_free_memory(
     assert pools[0].lend_more() == [], "the free memory is unknown"
 
 
-def test_staging_maps_and_pins_many_buffers_at_once_and_fewer_where_that_is_all_there_is(
+def test_staging_maps_many_buffers_at_once_pins_none_and_takes_fewer_where_that_is_all_there_is(
     monkeypatch,
 ):
     device = PinningDevice("cpu")
@@ -443,7 +519,7 @@ def test_staging_maps_and_pins_many_buffers_at_once_and_fewer_where_that_is_all_
         room_for(monkeypatch, 2 * num_buffers * SMALL - pool.staged_bytes)
         sizes.append(len(pool.lend_more()))
     assert sizes == [SLAB_BUFFERS, 5, 0]
-    assert [nbytes for _, nbytes in device.pinned[1:]] == [SLAB_BUFFERS * SMALL, 5 * SMALL]
+    assert [nbytes for _, nbytes in device.pinned] == [2 * pool.landing.pieces[0].nbytes]
     assert pool.staged_bytes == (SLAB_BUFFERS + 5) * SMALL
 
     buffers = pool.lend()
@@ -453,14 +529,19 @@ def test_staging_maps_and_pins_many_buffers_at_once_and_fewer_where_that_is_all_
     assert all(after - before >= SMALL for before, after in itertools.pairwise(begins))
 
 
-def test_memory_that_cannot_be_pinned_ends_the_staging_and_not_the_save(disk, monkeypatch, caplog):
+def test_memory_that_is_not_there_ends_the_staging_and_not_the_save(disk, monkeypatch, caplog):
     monkeypatch.setattr(logging.getLogger("megatron"), "propagate", True)
     room_for(monkeypatch, 100 * SMALL)
     monkeypatch.setattr(data_file, "SLAB_BUFFERS", 1)
-    device = PinningDevice("cpu")
-    object.__setattr__(device, "pinned", [])
-    pool = BufferPool(device, buffer_bytes=SMALL, staging_share=0.5, num_local_ranks=1)
-    object.__setattr__(device, "most_pins", 3)
+    pool = BufferPool(CPU, buffer_bytes=SMALL, staging_share=0.5, num_local_ranks=1)
+    num_slabs = itertools.count(1)
+
+    def slab(*args: Any, **named: Any) -> HostSlab:
+        if next(num_slabs) > 2:
+            raise HostMemoryError("Expected memory")
+        return HostSlab(*args, **named)
+
+    monkeypatch.setattr(data_file, "HostSlab", slab)
     sink, tensor = MemorySink(), random_tensor(20 * SMALL)
     before = bytes_of(tensor)
     writer = DataFileWriter(lambda: sink, pool, disk)
@@ -477,7 +558,7 @@ def test_memory_that_cannot_be_pinned_ends_the_staging_and_not_the_save(disk, mo
     assert sink.content == before
     assert pool.staged_bytes == 2 * SMALL
     (record,) = caplog.records
-    assert "and no more: Expected to pin" in record.getMessage()
+    assert "and no more: Expected memory" in record.getMessage()
 
 
 # Wrong calls.
@@ -569,15 +650,12 @@ class PinningDevice(Device):
     """Records the memory that it pins."""
 
     pinned: list[tuple[int, int]]
-    most_pins: int = 100
 
     @property
     def pins_host_memory(self) -> bool:
         return True
 
     def pin(self, address: int, nbytes: int) -> None:
-        if len(self.pinned) == self.most_pins:
-            raise PinError(f"Expected to pin {nbytes} bytes")
         self.pinned.append((address, nbytes))
 
     def unpin(self, address: int) -> None:
@@ -589,8 +667,7 @@ def test_a_tensor_on_a_gpu_is_copied_through_pinned_buffers(disk):
     device = Device("cuda")
     pool, sink = BufferPool(device), MemorySink()
     tensor = torch.randn(3, 1 << 20, device=device.torch_device)
-    assert torch.frombuffer(pool.lend()[0], dtype=torch.uint8).is_pinned()
-    pool.take_back()
+    assert all(torch.frombuffer(piece, dtype=torch.uint8).is_pinned() for piece in pool.landing[1])
     writer = DataFileWriter(lambda: sink, pool, disk)
     digests = writer.write_tensor(tensor)
     writer.finish()

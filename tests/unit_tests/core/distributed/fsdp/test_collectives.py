@@ -56,6 +56,46 @@ def test_reduce_scatter_adds_up_every_ranks_part(
     torch.testing.assert_close(torch.cat(parts).float(), exact, rtol=tolerance, atol=tolerance)
 
 
+def _together(is_gather: bool) -> None:
+    rank, size, group = dist.get_rank(), dist.get_world_size(), dist.group.WORLD
+    order: list[tuple[str, int]] = []
+    apart, moves = [], []
+    for number, numel in enumerate((6, 3000, 1)):
+        own, whole = values(rank, numel, torch.bfloat16), values(rank, size * numel, torch.bfloat16)
+        source, shape = (own, whole.shape) if is_gather else (whole, own.shape)
+        outs = [torch.zeros(shape, dtype=source.dtype if is_gather else None) for _ in range(2)]
+
+        def move(label: Label, source=source, out=outs[0], number=number) -> None:
+            order.append(("start", number))
+            if is_gather:
+                collectives.all_gather(out, source, group, label)
+            else:
+                collectives.reduce_scatter(out, source, group, Reduction(True), label)
+            label.end(lambda: order.append(("end", number)))
+
+        move(Label(), out=outs[1])
+        apart.append(outs)
+        label = Label(tag_of(number), f"part {number}")
+        moves.append(collectives.Move(move, group, source, source.dtype, label))
+
+    order.clear()
+    collectives.carry_out(moves)
+    assert order == [("start", 0), ("start", 1), ("start", 2), ("end", 0), ("end", 1), ("end", 2)]
+    assert all(torch.equal(*outs) for outs in apart)
+
+    order.clear()
+    collectives.carry_out([move._replace(group=None) for move in moves])
+    assert order == [("start", 0), ("end", 0), ("start", 1), ("end", 1), ("start", 2), ("end", 2)]
+
+
+@pytest.mark.parametrize("is_gather", [False, True])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_collectives_over_one_group_start_together_with_the_bits_of_one_after_the_other(
+    world_size, is_gather
+):
+    run_ranks(world_size, _together, is_gather)
+
+
 def _widened(numel: int) -> torch.Tensor:
     rank, size = dist.get_rank(), dist.get_world_size()
     whole = values(rank, size * numel, torch.bfloat16)

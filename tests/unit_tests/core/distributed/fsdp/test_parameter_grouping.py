@@ -27,6 +27,7 @@ from megatron.core.distributed.fsdp import (
 from megatron.core.distributed.fsdp.group_plan import GroupPlan
 from megatron.core.distributed.fsdp.layout import GlobalLayout, row_numel
 from megatron.core.distributed.fsdp.parameter_grouping import owned_parameters, plan_groups
+from megatron.core.distributed.fsdp.precision import OffloadPolicy
 from megatron.core.optimizer import FusedAdam, HybridDeviceOptimizer
 from tests.helpers.ranks import run_ranks
 
@@ -52,7 +53,7 @@ def plans_of(shapes: list[tuple[int, ...]], num_ranks: int) -> list[GroupPlan]:
         [num_ranks],
         lambda _: MixedPrecisionPolicy(),
         1.0,
-        is_on_host=False,
+        OffloadPolicy(),
     )
     return [plan for plan, _ in planned]
 

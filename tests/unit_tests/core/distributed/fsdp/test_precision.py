@@ -18,6 +18,16 @@ def test_open_dtypes_are_those_of_the_compute_weights():
     assert policy == MixedPrecisionPolicy(fp32, bf16, bf16, bf16, fp32)
 
 
+def test_an_accelerator_adds_in_fp32_unless_another_dtype_is_given():
+    bf16, fp32, fp64 = torch.bfloat16, torch.float32, torch.float64
+    for given, expected in (
+        (MixedPrecisionPolicy(), MixedPrecisionPolicy(fp32, bf16, fp32, bf16, bf16)),
+        (MixedPrecisionPolicy(None, fp64), MixedPrecisionPolicy(bf16, fp64, fp64, bf16, bf16)),
+        (MixedPrecisionPolicy(None, fp32, bf16), MixedPrecisionPolicy(bf16, fp32, *[bf16] * 3)),
+    ):
+        assert given.resolve(bf16, adds_on_device=True) == expected
+
+
 def test_no_dtype_of_an_fp32_module_has_16_bits_and_wider_ones_stay():
     bf16, fp32, fp64 = torch.bfloat16, torch.float32, torch.float64
     policy = MixedPrecisionPolicy(bf16, torch.float16, bf16, bf16, bf16)

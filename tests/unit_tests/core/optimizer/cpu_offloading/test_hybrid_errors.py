@@ -17,7 +17,7 @@ from torch import nn
 from megatron.core.distributed.fsdp.parameter_group import group_of
 from megatron.core.host_memory import HostLimits, HostMemoryError
 from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDeviceOptimizer
-from megatron.core.optimizer.kernels.host_adam import HostAdam
+from megatron.core.optimizer.kernels.host_adam import HostAdam, Ticket
 from tests.helpers.ranks import on_ranks, run_ranks
 from tests.unit_tests.core.optimizer.cpu_offloading.helpers.nets import (
     ALL,
@@ -74,26 +74,28 @@ class _BrokenError(Exception):
 
 
 @contextmanager
-def failing_once() -> Iterator[None]:
-    """The next pass on the host fails."""
-    original = HostAdam.run
+def failing_once(owner: type = HostAdam, name: str = "submit") -> Iterator[None]:
+    """The next pass on the host fails: as it is started, or as it is awaited."""
+    original = getattr(owner, name)
 
     def run_that_fails(*_: Any) -> None:
-        HostAdam.run = original
+        setattr(owner, name, original)
         raise _BrokenError("the host lane broke")
 
-    HostAdam.run = run_that_fails
+    setattr(owner, name, run_that_fails)
     try:
         yield
     finally:
-        HostAdam.run = original
+        setattr(owner, name, original)
 
 
-def _errors_surface(settings: dict[str, Any], read: str) -> None:
+def _errors_surface(
+    settings: dict[str, Any], read: str, owner: type = HostAdam, name: str = "submit"
+) -> None:
     model = Net()
     fsdp(model)
     optimizer = HybridDeviceOptimizer(model.parameters(), 1.0, lr=0.1, **settings)
-    with failing_once():
+    with failing_once(owner, name):
         backward(model)
         if settings is ALL:
             optimizer.step()
@@ -122,6 +124,10 @@ def _errors_surface(settings: dict[str, Any], read: str) -> None:
 )
 def test_what_fails_in_a_lane_is_raised_by_whatever_depends_on_it_with_its_own_traceback(read):
     run_ranks(1, _errors_surface, ALL, read)
+
+
+def test_a_pass_that_fails_while_it_is_awaited_fails_what_comes_after_it_too():
+    run_ranks(1, _errors_surface, ALL, "forward", Ticket, "wait")
 
 
 @pytest.mark.parametrize("settings", [IN_ORDER, {}])

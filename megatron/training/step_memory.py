@@ -1,0 +1,338 @@
+"""The memory of a rank at the peak of a training step, at any offload fraction, and the smallest
+fraction that fits: `--optimizer-offload-fraction auto`. `plan` shows the same figures.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from megatron.core.activation_offload import moving_layers
+from megatron.core.device import Device
+from megatron.core.distributed.units import sharding_units, units_of
+from megatron.core.dtypes import DTYPES
+from megatron.core.host_memory import format_bytes
+from megatron.core.issued_collectives import issuing
+from megatron.core.models.gpt.activations import ActivationBytes, Microbatch, activation_bytes
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.optimizer.config import AUTO
+from megatron.core.optimizer.cpu_offloading.plan import OffloadPlan
+from megatron.core.optimizer.distrib_optimizer import plan_offload
+from megatron.core.optimizer.planned_memory import PlannedMemory, StateSettings, plan_memory
+from megatron.core.optimizer.state_memory import COMPUTE, GRADIENTS, MAIN, SHOWN, StateBytes
+from megatron.core.options import ConfigError, expect
+from megatron.training.config import EngineConfig
+
+logger = logging.getLogger(__name__)
+
+NEEDING_LESS = (
+    "More ranks, shorter or fewer sequences a microbatch, --recompute-granularity full or "
+    "--activation-offload need less."
+)
+_FLAG = "--optimizer-offload-fraction"
+
+# The rows of a plan.
+WHOLE_LAYERS, ACTIVATIONS, LOSS = "whole layers in use", "activations", "logits and loss"
+IN_BACKWARD = "gradients in backward"
+STATES = "optimizer states"  # of all names
+_WEIGHTS = (COMPUTE, MAIN, GRADIENTS, SHOWN[COMPUTE])
+
+
+class InUse(NamedTuple):
+    """Bytes of whole weights and gradients, in addition to the states at rest.
+
+    Attributes:
+        root_weights: weights of the module that contains the layers: embedding and head, which are
+            whole during the step.
+        in_backward: these, their gradients, and weights and gradients of two layers: one is
+            gathered or reduced while the other computes.
+    """
+
+    root_weights: int
+    in_backward: int
+
+
+class RunMemory(NamedTuple):
+    """The memory of one rank at an offload fraction.
+
+    Attributes:
+        states: weights, gradients and the optimizer's states at rest.
+        activations: the activations of one microbatch.
+        activations_on_host: bytes of activations in host memory (--activation-offload).
+        activations_room: bytes of host memory for them.
+        in_use: whole weights and gradients of modules.
+    """
+
+    states: PlannedMemory
+    activations: ActivationBytes
+    activations_on_host: int
+    activations_room: int
+    in_use: InUse
+
+    @property
+    def activations_on_device(self) -> int:
+        kept = self.activations.kept - self.activations_on_host
+        return kept + self.activations.recomputed
+
+    @property
+    def device_nbytes(self) -> int:
+        """Bytes at the step's peak."""
+        on_top = self.whole_layers + self.loss
+        return self.states.device_nbytes + self.activations_on_device + on_top
+
+    @property
+    def peaks_at_loss(self) -> bool:
+        """Whether the peak is in the loss; otherwise it is in the backward of the last layer."""
+        return self.in_use.root_weights + self.activations.loss > self.in_use.in_backward
+
+    @property
+    def whole_layers(self) -> int:
+        """Bytes of whole weights and gradients at the peak."""
+        return self.in_use.root_weights if self.peaks_at_loss else self.in_use.in_backward
+
+    @property
+    def loss(self) -> int:
+        """Bytes of the loss at the peak."""
+        return self.activations.loss if self.peaks_at_loss else 0
+
+    @property
+    def host_nbytes(self) -> int:
+        return self.states.host_nbytes + self.activations_room
+
+
+def rows_of(memory: RunMemory) -> dict[str, StateBytes]:
+    """Returns bytes by kind, whose sum is the peak of a step."""
+    rows = dict.fromkeys((COMPUTE, MAIN, GRADIENTS), StateBytes(0, 0))
+    for name, row in memory.states.at_rest.items():
+        kind = name if name in _WEIGHTS else STATES
+        before = rows.get(kind, StateBytes(0, 0))
+        rows[kind] = StateBytes(before.device + row.device, before.host + row.host)
+
+    # If weights are whole at rest, as on one rank, only gradients come on top.
+    in_use = WHOLE_LAYERS if memory.in_use.root_weights else IN_BACKWARD
+    rows[in_use] = StateBytes(memory.whole_layers, 0)
+    rows[ACTIVATIONS] = StateBytes(memory.activations_on_device, memory.activations_room)
+    rows[LOSS] = StateBytes(memory.loss, 0)
+    return {name: row for name, row in rows.items() if any(row)}
+
+
+def state_settings(config: EngineConfig, world_size: int, *, is_accelerator: bool) -> StateSettings:
+    """The settings that determine the memory of weights, gradients and states."""
+    dtype = DTYPES[config.compute_dtype]
+    return StateSettings(config.optimizer, config.parallel, dtype, world_size, is_accelerator)
+
+
+def microbatch_of(config: EngineConfig, device_kind: str) -> Microbatch:
+    """Returns one microbatch of a config with `batch`."""
+    assert config.batch is not None, "callers check"
+    return Microbatch(
+        config.batch.micro_batch_size,
+        config.batch.seq_length,
+        DTYPES[config.compute_dtype].itemsize,
+        device_kind,
+        exchanges_tokens=config.parallel.expert_model_parallel_size > 1,
+    )
+
+
+def at_fraction(config: EngineConfig, fraction: float) -> EngineConfig:
+    """Returns the config with this offload fraction."""
+    return replace(config, optimizer=replace(config.optimizer, optimizer_offload_fraction=fraction))
+
+
+def offload_plan(model: nn.Module, config: EngineConfig) -> OffloadPlan | None:
+    """Returns the side of each of the model's groups; None without offloading."""
+    by_module = bool(config.parallel.use_megatron_fsdp)
+    return plan_offload(model, config.optimizer, by_module=by_module)
+
+
+def memory_of(
+    model: GPTModel, config: EngineConfig, world_size: int, device_kind: str
+) -> RunMemory:
+    """Returns the memory of the first rank, which is the largest.
+
+    Args:
+        model: on meta or real, not sharded.
+        config: with `batch`, and an offload fraction that is a number.
+    """
+    settings = state_settings(config, world_size, is_accelerator=device_kind != "cpu")
+    states = plan_memory(model, settings, offload_plan(model, config))
+    activations = activation_bytes(
+        model.spec,
+        model.vocab_size,
+        microbatch_of(config, device_kind),
+        model.config.recompute_granularity,
+    )
+    room = config.execution.nbytes_of_host
+    moving = moving_layers(len(activations.layers), config.execution.activation_offload_fraction)
+    on_host = min(room, sum(activations.layers[number] for number in moving))
+    return RunMemory(states, activations, on_host, room, _in_use(model, states, config, world_size))
+
+
+def fractions_of(model: nn.Module, config: EngineConfig) -> list[float]:
+    """The fractions at which one more group is offloaded, in two digits where possible. The first
+    is 0, the last 1.
+    """
+    everything = offload_plan(model, at_fraction(config, 1.0))
+    assert everything is not None, "the optimizer is offloaded"
+    order = sorted(
+        range(len(everything.groups)),
+        key=lambda index: (not everything.groups[index].goes_first, -index),
+    )
+    held, shares = 0, [0.0]
+    for index in order:
+        held += everything.groups[index].numel
+        shares.append(held / everything.total_numel if everything.total_numel else 1.0)
+    shares[-1] = 1.0
+    found = [0.0, *(_shortest(low, high) for low, high in pairwise(shares) if high > low)]
+    return list(dict.fromkeys(found))
+
+
+def first_fitting(
+    fractions: Sequence[float], limit: int | None, needs: Callable[[float], int]
+) -> int:
+    """Returns the index of the smallest fraction that fits, or their number if none does.
+
+    Args:
+        needs: bytes of the device at a fraction, which fall as it grows.
+        limit: bytes of the device; None: all fit.
+    """
+    if limit is None:
+        return 0
+    return bisect_left(fractions, True, key=lambda fraction: needs(fraction) <= limit)
+
+
+def fit(
+    model: GPTModel, config: EngineConfig, world_size: int, device_kind: str, limit: int
+) -> tuple[float, RunMemory]:
+    """Returns the smallest fraction at which a rank takes at most `limit` bytes of its device, or 1
+    if none does, and the memory at it.
+    """
+
+    def memory(fraction: float) -> RunMemory:
+        return memory_of(model, at_fraction(config, fraction), world_size, device_kind)
+
+    fractions = fractions_of(model, config)
+    number = first_fitting(fractions, limit, lambda one: memory(one).device_nbytes)
+    fraction = fractions[min(number, len(fractions) - 1)]
+    return fraction, memory(fraction)
+
+
+def with_known_fraction(
+    config: EngineConfig, model: nn.Module, device: Device, mesh: DeviceMesh
+) -> EngineConfig:
+    """Returns the config with the smallest offload fraction that fits the device of every rank, if
+    its fraction is `auto`. All ranks call it together, before anything of the model is allocated.
+
+    Raises:
+        ConfigError: on all ranks, if no fraction fits, or the model's memory is unknown.
+    """
+    if config.optimizer.optimizer_offload_fraction != AUTO:
+        return config
+    if not device.is_accelerator:
+        logger.info("%s auto: 0 on the CPU, where all memory is the host's", _FLAG)
+        return at_fraction(config, 0.0)
+    if not isinstance(model, GPTModel):
+        raise ConfigError(f"{_FLAG}: expected a number for a {type(model).__name__}, got 'auto'.")
+    expect(config.batch is not None, _FLAG, "EngineConfig.batch for auto", None)
+
+    limit, free = _least_memory(device, mesh)
+    fraction, memory = fit(model, config, mesh.size(), device.kind, limit)
+    rows, total = rows_of(memory), memory.device_nbytes
+    terms = [f"{name} {format_bytes(row.device)}" for name, row in rows.items() if row.device]
+    needed = f"{' + '.join(terms)} = {format_bytes(total)} a rank"
+    got = f"{format_bytes(free)} free, of which {format_bytes(free - limit)} are kept in reserve"
+    if total > limit:
+        raise ConfigError(
+            f"{_FLAG}: expected device memory for {needed} at 1, the most, got {got}: "
+            f"{format_bytes(total - limit)} too little. {NEEDING_LESS}"
+        )
+
+    text = "%s auto: %g, the smallest that fits: %s; %s"
+    logger.info(text, _FLAG, fraction, needed, got)
+    return at_fraction(config, fraction)
+
+
+def _least_memory(device: Device, mesh: DeviceMesh) -> tuple[int, int]:
+    """Returns the bytes that can be planned, and those free, on the device that has the least."""
+    own = [device.spare_memory_bytes(), device.memory_info()[0]]
+    least = torch.tensor(own, dtype=torch.int64, device=device.torch_device)
+    for axis in range(mesh.ndim):
+        with issuing("all-reduce of the least device memory", least):
+            dist.all_reduce(least, op=dist.ReduceOp.MIN, group=mesh.get_group(axis))
+    limit, free = least.tolist()
+    return limit, free
+
+
+def _in_use(model: GPTModel, states: PlannedMemory, config: EngineConfig, world_size: int) -> InUse:
+    if not states.shards.units:
+        return _tensors_in_use(model, config)
+    layers = sharding_units(model)
+    owners = {module: number for number, layer in enumerate(layers) for module in layer.modules()}
+
+    weights, gradients = [0] * len(layers), [0] * len(layers)
+    root_weights = root_gradients = partial = of_one = lane = largest = 0
+    for unit, planned in zip(units_of(model), states.shards.units, strict=True):
+        for group in planned.groups:
+            partial += group.partial_grads_nbytes
+            lane = max(lane, group.reduction_nbytes)
+            if not group.defers_all_axes:
+                of_one = max(of_one, group.partial_grads_nbytes)
+            numel = max(math.prod(parameter.shape) for parameter in group.parameters)
+            if group.requires_grad:
+                largest = max(largest, numel // group.layout.num_blocks * group.dtype.itemsize)
+            if unit.module is model:
+                root_weights += group.whole_weights_nbytes
+                root_gradients += group.whole_grads_nbytes
+            else:
+                weights[owners[unit.module]] += group.whole_weights_nbytes
+                gradients[owners[unit.module]] += group.whole_grads_nbytes
+
+    of_layers = _largest_two(weights)
+    if not config.parallel.megatron_fsdp_reshard_after_forward:
+        of_layers = sum(weights)
+    # Sums of several microbatches wait for their reduction. Sums of one are reduced over the other
+    # axes at once, in the two groups that are in flight.
+    is_one = _num_microbatches(config, world_size) == 1
+    deferred = min(partial, 2 * of_one) if is_one else partial
+    # A gradient of autograd, before it is copied to its module's buffer.
+    of_backward = root_gradients + _largest_two(gradients) + largest + deferred + lane
+    return InUse(root_weights, root_weights + of_layers + of_backward)
+
+
+def _tensors_in_use(model: GPTModel, config: EngineConfig) -> InUse:
+    """Returns the bytes for PyTorch FSDP2, which reduces gradients in fp32; 0 otherwise."""
+    if not config.parallel.use_torch_fsdp2:
+        return InUse(0, 0)
+    itemsize = DTYPES[config.compute_dtype].itemsize
+    layers = [sum(p.numel() for p in u.parameters()) for u in sharding_units(model)]
+    root, two = sum(p.numel() for p in model.parameters()) - sum(layers), _largest_two(layers)
+    return InUse(root * itemsize, (root + two) * (itemsize + torch.float32.itemsize))
+
+
+def _num_microbatches(config: EngineConfig, world_size: int) -> int:
+    assert config.batch is not None, "callers check"
+    return config.batch.num_microbatches(config.parallel.data_parallel_size(world_size))
+
+
+def _largest_two(numbers: Sequence[int]) -> int:
+    return sum(sorted(numbers, reverse=True)[:2])
+
+
+def _shortest(low: float, high: float) -> float:
+    """Returns the largest decimal in (low, high] with the fewest digits, at least two."""
+    for digits in range(2, 17):
+        scale = 10.0**digits
+        rounded = int(high * scale) / scale
+        if low < rounded <= high:
+            return rounded
+    return high

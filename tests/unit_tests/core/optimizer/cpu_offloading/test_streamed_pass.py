@@ -1,0 +1,251 @@
+"""Buckets that the device updates have the same bits as those that the host updates."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from megatron.core.optimizer.cpu_offloading import streamed_pass
+from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDeviceOptimizer
+from megatron.core.optimizer.kernels.piece import Piece
+from megatron.core.optimizer.rules import Lion
+from tests.helpers.ranks import random_delays, rank_device, run_ranks
+from tests.unit_tests.core.optimizer.cpu_offloading.test_bits import (
+    ALL,
+    OPTIONS,
+    Model,
+    Setting,
+    assert_same,
+    backward,
+    fused,
+    hybrid,
+    scaled,
+    shard,
+    train,
+)
+
+SETTING = Setting(num_microbatches=2, steps=3)
+SHORT = 320  # elements of a slot: less than any bucket has, and no multiple of a parameter's
+SHARES = (0.5, 1.0)
+
+
+@given(st.lists(st.tuples(st.integers(0, 5), st.integers(1, 40)), max_size=8), st.integers(1, 30))
+def test_chunks_are_runs_of_adjacent_elements_no_longer_than_a_slot(gaps_and_lengths, numel):
+    weights, place, pieces = torch.arange(400), 0, []
+    for gap, length in gaps_and_lengths:
+        part = weights[place + gap : place + gap + length]
+        pieces.append(Piece(len(pieces), part, part, {"state": part}))
+        place += gap + length
+    found = list(streamed_pass.chunks(pieces, numel))
+    for chunk in found:
+        joined = torch.cat([part.weight for part in chunk])
+        assert len(joined) <= numel
+        assert torch.equal(joined, torch.arange(joined[0], joined[0] + len(joined)))
+    cut = [
+        (part.step, value) for chunk in found for part in chunk for value in part.weight.tolist()
+    ]
+    assert cut == [(piece.step, value) for piece in pieces for value in piece.weight.tolist()]
+
+
+def _streamed(setting: Setting, cases: Sequence[tuple[float, dict[str, Any]]], slot: int) -> None:
+    streamed_pass.SLOT_NUMEL = slot
+    expected = train(setting, fused)
+    assert len(set(expected.losses)) == setting.steps
+    for seed, (fraction, settings) in enumerate(cases):
+        run = train(setting, hybrid(fraction, **settings), None if seed == 0 else seed)
+        assert_same(run, expected)
+
+
+CASES = [
+    (fraction, {**overlaps, "update_on_device": share})
+    for fraction, overlaps, share in itertools.product((0.5, 1.0), (ALL, {}), SHARES)
+]
+
+
+@pytest.mark.parametrize(
+    ("world_size", "strategy", "dtype", "slot"),
+    [
+        (1, "optim_grads_params", torch.float32, SHORT),
+        (2, "optim_grads_params", torch.bfloat16, SHORT),
+        (2, "optim", torch.bfloat16, 1 << 20),
+        pytest.param(2, "no_shard", torch.float16, SHORT, marks=pytest.mark.wide),
+        pytest.param(4, "hfsdp", torch.bfloat16, SHORT, marks=pytest.mark.wide),
+        pytest.param(4, "hsdp", torch.float32, SHORT, marks=pytest.mark.wide),
+    ],
+)
+def test_streamed_steps_are_bit_equal_under_delays_on_every_lane(world_size, strategy, dtype, slot):
+    setting = SETTING._replace(strategy=strategy, dtype=dtype)
+    run_ranks(world_size, _streamed, setting, CASES, slot, timeout=300)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_streamed_steps_are_bit_equal_on_an_accelerator(accelerator, dtype):
+    setting = SETTING._replace(dtype=dtype)
+    run_ranks(2, _streamed, setting, CASES[::3], SHORT, timeout=300, device=accelerator)
+
+
+def _measured() -> None:
+    setting = SETTING._replace(steps=11)
+    expected = train(setting, fused)
+    for overlaps in (ALL, {}):
+        assert_same(train(setting, hybrid(1.0, **overlaps, update_on_device=None), 3), expected)
+
+
+def test_steps_that_measure_the_fastest_share_are_bit_equal():
+    run_ranks(2, _measured, timeout=300)
+
+
+def _other_states() -> None:
+    options = {"lr": 1e-2, "weight_decay": 0.1}
+    for settings in (
+        {"rule": Lion(torch.bfloat16), **options},
+        {"exp_avg_dtype": torch.bfloat16, "exp_avg_sq_dtype": torch.bfloat16, **OPTIONS},
+    ):
+        runs = [
+            train(
+                SETTING,
+                lambda model, share=share, settings=settings: HybridDeviceOptimizer(
+                    model.parameters(), 1.0, update_on_device=share, **ALL, **settings
+                ),
+                step=scaled(0.25),
+            )
+            for share in (0.0, *SHARES)
+        ]
+        assert_same(runs[1], runs[0])
+        assert_same(runs[2], runs[0])
+
+
+def test_other_rules_and_moments_and_a_factor_of_the_gradients_are_bit_equal():
+    run_ranks(2, _other_states)
+
+
+class Trained:
+    """A model whose states are all in host memory, and its optimizer."""
+
+    def __init__(self, share: float, **settings: Any) -> None:
+        self.model = Model().to(rank_device())
+        self.context = shard(self.model, SETTING, [*self.model.layers, self.model])
+        self.optimizer = HybridDeviceOptimizer(
+            self.model.parameters(), 1.0, update_on_device=share, **{**ALL, **settings}, **OPTIONS
+        )
+
+    @property
+    def buckets(self) -> list[Any]:
+        return self.optimizer._sides.host_side.buckets
+
+    def step(self, number: int, change: Any = lambda _: None) -> float:
+        loss = backward(self.model, self.context, SETTING, number)
+        change(self.model)
+        self.optimizer.step()
+        return loss
+
+    def values(self) -> list[torch.Tensor]:
+        self.optimizer.synchronize()
+        states = self.optimizer.state
+        found = [value for p in self.model.parameters() for value in states[p].values()]
+        return [torch.as_tensor(getattr(v, "_local_tensor", v)).clone() for v in found]
+
+
+def _in_place() -> None:
+    for share, expected in ((0.0, 0), (0.5, 2), (1.0, 4)):
+        trained = Trained(share)
+        assert sum(bucket.is_streamed for bucket in trained.buckets) == expected
+        trained.step(0)
+        trained.optimizer.synchronize()
+        # Gradients of streamed buckets never leave the device.
+        assert [not bucket.grad.any() for bucket in trained.buckets] == [
+            bucket.is_streamed for bucket in trained.buckets
+        ]
+
+
+def test_gradients_of_streamed_buckets_stay_on_the_device(accelerator):
+    run_ranks(1, _in_place, device=accelerator)
+
+
+def _some_gradients() -> None:
+    def drop(model: nn.Module) -> None:
+        model.layers[1].first.weight.grad = None
+        model.behind.weight.grad = None
+
+    def assign(model: nn.Module) -> None:
+        parameter = model.layers[1].first.weight
+        parameter.grad = parameter.grad.clone().mul_(2)
+
+    for change in (drop, assign):
+        with random_delays(5):
+            runs = []
+            for share in (0.0, 1.0):
+                trained = Trained(share)
+                losses = []
+                for number in range(3):
+                    losses.append(trained.step(number, change if number == 1 else lambda _: None))
+                    trained.optimizer.zero_grad()
+                runs.append((losses, trained.values()))
+        (losses, values), (others, theirs) = runs
+        assert losses == others
+        assert all(torch.equal(one, other) for one, other in zip(values, theirs, strict=True))
+
+
+def test_parameters_without_a_gradient_and_with_an_assigned_one_are_stepped_as_on_the_host():
+    run_ranks(2, _some_gradients)
+
+
+def _zeroed_in_place() -> None:
+    runs = []
+    for share in (0.0, 1.0):
+        with random_delays(11):
+            trained = Trained(share)
+            losses = []
+            for number in range(3):
+                losses.append(trained.step(number))
+                trained.optimizer.zero_grad(set_to_none=False)
+            runs.append((losses, trained.values()))
+    assert runs[0][0] == runs[1][0]
+    assert all(torch.equal(one, other) for one, other in zip(runs[0][1], runs[1][1], strict=True))
+
+
+def test_gradients_zeroed_in_place_are_read_before():
+    run_ranks(1, _zeroed_in_place)
+
+
+def test_gradients_zeroed_in_place_are_read_before_on_an_accelerator(accelerator):
+    run_ranks(1, _zeroed_in_place, device=accelerator)
+
+
+def _state_dicts() -> None:
+    with random_delays(2):
+        trained, other = Trained(1.0), Trained(0.0)
+        for number in range(2):
+            trained.step(number)
+            trained.optimizer.zero_grad()
+        # Without a wait of the caller: the states may be on their way.
+        other.optimizer.load_state_dict(trained.optimizer.state_dict())
+        other.model.load_state_dict(trained.model.state_dict())
+        assert trained.step(2) == other.step(2)
+        assert all(
+            torch.equal(one, theirs)
+            for one, theirs in zip(trained.values(), other.values(), strict=True)
+        )
+
+
+def test_states_are_read_and_loaded_after_they_have_come_home():
+    run_ranks(2, _state_dicts)
+
+
+def test_settings_without_a_streamed_pass_are_rejected():
+    weights = [nn.Parameter(torch.zeros(4))]
+    for share, settings in (
+        (1.5, {}),
+        (-0.5, {}),
+        (0.5, {"overlap_cpu_optimizer_d2h_h2d": False}),
+        (None, {"cpu_optimizer_cls": torch.optim.Adagrad, "lr": 1e-2}),
+    ):
+        with pytest.raises(ValueError, match="update_on_device"):
+            HybridDeviceOptimizer(weights, 1.0, update_on_device=share, **settings)
