@@ -15,7 +15,7 @@ as ZeRO-3.
 
 Only what rank 0 does grows with the ranks: its bar is a time for each chunk. The other bars compare
 the larger number of ranks with the smaller one. Sides run interleaved; memory is the peak of
-Python's allocations in a separate run.
+Python's allocations in a run before.
 """
 
 from __future__ import annotations
@@ -210,16 +210,15 @@ def main(argv: Sequence[str] | None = None) -> None:
             for num_ranks in arguments.ranks
             for side, work in sides_of(model, num_ranks, expert_size).items()
         }
+        peaks = {which: peak_mib(work) for which, work in works.items()}  # the warm-up as well
         # A side does not pay for collections of what the others keep.
         gc.collect()
         gc.freeze()
         times = report.interleaved(
             {which: partial(seconds_without_garbage, work) for which, work in works.items()},
             arguments.rounds,
-            warm_up=1,
         )
         gc.unfreeze()
-        peaks = {which: peak_mib(work) for which, work in works.items()}
         medians = report.medians(times)
         for num_ranks in arguments.ranks:
             where = f"{num_ranks} ranks"
