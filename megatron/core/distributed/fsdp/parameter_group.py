@@ -69,12 +69,16 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # b
 # other sets.
 _numbers: defaultdict[tuple[int, ...], Iterator[int]] = defaultdict(itertools.count)
 _COUNT_BITS = 30  # of a number, which is less than 2**62
+# A digest of the ranks of a mesh, and their counter: a mesh of thousands has hundreds of groups.
+_counters = weakref.WeakKeyDictionary[DeviceMesh, tuple[int, Iterator[int]]]()
 
 
 def _next_number(mesh: DeviceMesh) -> int:
-    ranks = tuple(sorted(mesh.mesh.flatten().tolist()))
-    count = next(_numbers[ranks]) % (1 << _COUNT_BITS)
-    return (zlib.crc32(repr(ranks).encode()) << _COUNT_BITS) + count
+    if mesh not in _counters:
+        ranks = tuple(sorted(mesh.mesh.flatten().tolist()))
+        _counters[mesh] = zlib.crc32(repr(ranks).encode()), _numbers[ranks]
+    digest, numbers = _counters[mesh]
+    return (digest << _COUNT_BITS) + next(numbers) % (1 << _COUNT_BITS)
 
 
 def group_of(parameter: torch.Tensor) -> FsdpParameterGroup | None:
