@@ -108,12 +108,12 @@ class Gather(NamedTuple):
 
 def _carry_out_gathers(gathers: Sequence[Gather]) -> None:
     # In this order: main weights -> this rank's compute weights -> all at rest -> all in use.
-    for gather in gathers:
-        if gather.is_copied:
-            target = gather.group.post_optimizer_model_weight.local_buffer
-            target.copy_(gather.group.main_weight.local_buffer)
-    carry_out([gather.group.scatter_move for gather in gathers if gather.is_scattered])
-    carry_out([gather.group.gather_move for gather in gathers if gather.group.is_gathered])
+    for group in [gather.group for gather in gathers if gather.is_copied]:
+        group.post_optimizer_model_weight.local_buffer.copy_(group.main_weight.local_buffer)
+    updated = [gather.group for gather in gathers if gather.is_scattered]
+    carry_out([own.move(own.post_optimizer_model_weight, own.model_weight) for own in updated])
+    gathered = [gather.group for gather in gathers if gather.group.is_gathered]
+    carry_out([own.move(own.model_weight, own.unsharded_weight) for own in gathered])
 
 
 class FsdpParameterGroup:
@@ -313,17 +313,9 @@ class FsdpParameterGroup:
             self._record(_axes_between(self.model_weight, self.unsharded_weight), Kind.GATHER)
         return Gather(self, writes, has_changed, is_copied, is_scattered, after)
 
-    @property
-    def scatter_move(self) -> Move:
-        """From this rank's compute weights to all at rest."""
-        return self._move(self.post_optimizer_model_weight, self.model_weight)
+    def move(self, source: DBuffer, target: DBuffer) -> Move:
+        """The redistribution of weights from one buffer to another, as a lane's work."""
 
-    @property
-    def gather_move(self) -> Move:
-        """From the compute weights at rest to all in use."""
-        return self._move(self.model_weight, self.unsharded_weight)
-
-    def _move(self, source: DBuffer, target: DBuffer) -> Move:
         def work(label: Label) -> None:
             source.redistribute(target.placements, out=target, label=label)
 
