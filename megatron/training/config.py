@@ -550,6 +550,12 @@ class RunConfig:
             "--use-megatron-fsdp, whose layers wait for their own weights",
             self.parallel.engine,
         )
+        expect(
+            bool(self.parallel.use_megatron_fsdp) or self.optimizer.update_on_device == 0,
+            "--optimizer-update-on-device",
+            "0 without --use-megatron-fsdp, whose groups have flat buffers",
+            self.optimizer.optimizer_update_on_device,
+        )
         if not self.parallel.use_megatron_fsdp:
             for flag, dtype in (
                 ("--main-grads-dtype", self.parallel.main_grads_dtype),

@@ -132,11 +132,11 @@ class ModuleEngine:
         """
         if self._state is not None:
             raise RuntimeError("Expected initialize to be called once, got a second model.")
+        check_execution(self.config.execution, self.device)
         if not isinstance(model, nn.Module):
             with torch.device("meta"):
                 model = model()
 
-        check_execution(self.config.execution, self.device)
         num_parameters = sum(parameter.numel() for parameter in model.parameters())
         config = with_known_fraction(self.config, model, self.device, self.mesh)
         self.config = config

@@ -51,6 +51,7 @@ GROUPS: dict[str, tuple[type[Any] | str, ...]] = {
         "optimizer_offload_experts_first",
         "overlap_cpu_optimizer_d2h_h2d",
         "overlap_optimizer_with_forward",
+        "optimizer_update_on_device",
         "pin_cpu_grads",
         "pin_cpu_params",
         "host_threads",
@@ -62,6 +63,7 @@ GROUPS: dict[str, tuple[type[Any] | str, ...]] = {
     "precision": (
         "bf16",
         "fp16",
+        "tf32",
         "loss_scale",
         "initial_loss_scale",
         "min_loss_scale",

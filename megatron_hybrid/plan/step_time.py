@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from megatron.core.optimizer.config import Overlap
+from megatron.core.optimizer.pass_times import PassTimes
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,9 @@ class Work:
         host_pass: bytes that the optimizer reads and writes in host memory.
         device_pass: bytes that it reads and writes on the device.
         down, up: bytes of gradients copied to the host, and of weights copied back.
+        states: bytes of the main weights and states in host memory.
+        update_on_device: the share of them that passes through the device, which updates it, one
+            way at a time; None: the share with the shortest step.
         activations: bytes copied to the host in each forward, and back in its backward.
         hides_activations: whether only as many are copied as the computation hides.
         gathered_forward, gathered_backward, reduced: bytes that the rank receives or sends in each
@@ -66,6 +70,8 @@ class Work:
     device_pass: float = 0.0
     down: float = 0.0
     up: float = 0.0
+    states: float = 0.0
+    update_on_device: float | None = 0.0
     activations: float = 0.0
     hides_activations: bool = False
     gathered_forward: float = 0.0
@@ -87,6 +93,7 @@ class StepTime:
     Attributes:
         compute: forward and backward of all microbatches.
         device_pass, host_pass, down, up, collectives: the time of each without overlap.
+        update_on_device: the share of the states in host memory that the device updates.
         forward: the forward of one microbatch.
         activations: copies of one microbatch's activations, one way.
         exposed_host: the computation's wait for the host's pass, or for weight copies if longer.
@@ -100,6 +107,7 @@ class StepTime:
     host_pass: float
     down: float
     up: float
+    update_on_device: float
     collectives: float
     forward: float
     activations: float
@@ -151,8 +159,16 @@ def step_time(work: Work, machine: Machine, *, compute: float | None = None) -> 
     forward = microbatch * (work.forward_flops / total if total else 0.0)
     backward = microbatch - forward
 
-    host_pass, device_pass = work.host_pass / machine.host_bytes, work.device_pass
-    down, up = work.down / machine.link_bytes, work.up / machine.link_bytes
+    device_pass, states = work.device_pass, work.states / machine.link_bytes
+    whole = PassTimes(
+        work.host_pass / machine.host_bytes, work.up / machine.link_bytes, states, states
+    )
+    # On the device, the passes of streamed states are part of their way.
+    share = work.update_on_device
+    if share is None:
+        share = 0.0 if machine.device_is_host else whole.balanced()
+    host_pass, down = whole.host * (1 - share), work.down / machine.link_bytes * (1 - share)
+    up = whole.weights_up * (1 - share) + states * share
     # One way at a time, and gradients and weights the other way.
     activations = work.activations / machine.link_bytes
     exposed_activations = max(0.0, activations - forward) + max(0.0, activations - backward)
@@ -172,6 +188,7 @@ def step_time(work: Work, machine: Machine, *, compute: float | None = None) -> 
         host_pass=host_pass,
         down=down,
         up=up,
+        update_on_device=share,
         collectives=collectives.seconds(work.num_microbatches),
         exposed_host=exposed_host,
         forward=forward,

@@ -47,6 +47,10 @@ def work_of(run: PlannedRun, fraction: float | None) -> Work:
         ),
         down=sum(part.numel * part.grad.itemsize for part in host),
         up=sum(part.numel * part.weight.itemsize for part in host),
+        states=sum(
+            part.numel * (part.main.itemsize + _state_bytes(config.optimizer)) for part in host
+        ),
+        update_on_device=config.optimizer.update_on_device,
         activations=run.memory(fraction).activations_on_host,
         hides_activations=config.execution.activation_offload_fraction == "auto",
         overlap=config.optimizer.overlap,

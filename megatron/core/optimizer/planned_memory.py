@@ -33,6 +33,7 @@ from megatron.core.optimizer.cpu_offloading.bucket import padded_numel
 from megatron.core.optimizer.cpu_offloading.groups import OffloadGroup
 from megatron.core.optimizer.cpu_offloading.host_layout import BucketShape, HostLayout, HostRules
 from megatron.core.optimizer.cpu_offloading.plan import OffloadPlan
+from megatron.core.optimizer.cpu_offloading.streamed_pass import slots_nbytes
 from megatron.core.optimizer.distrib_optimizer import offload_groups
 from megatron.core.optimizer.rules import rule_of
 from megatron.core.optimizer.state_memory import (
@@ -40,6 +41,7 @@ from megatron.core.optimizer.state_memory import (
     GRADIENTS,
     MAIN,
     SHOWN,
+    SLOTS,
     StateBytes,
     in_order,
 )
@@ -175,6 +177,11 @@ class _Planner:
             for group in self._offloaded(model, plan, by_module=True)
             for fsdp_group in _each_once(by_parameter[id(p)] for p in group.parameters)
         ]
+        if buckets and self._config.update_on_device != 0:
+            longest = max(group.optimizer_numel for group in buckets)
+            widest = max((group.main_dtype for group in buckets), key=lambda dtype: dtype.itemsize)
+            dtypes = [widest, *self._state_dtypes.values()]
+            self._add(SLOTS, slots_nbytes(longest, dtypes))
         self._add_buckets(
             [
                 BucketShape(
@@ -261,6 +268,8 @@ class _Planner:
         )
         self._host.update(layout.nbytes_by_state)
         self._pinned = {need.what for need in layout.needs if need.is_pinned}
+        if config.pins_states and self._settings.is_accelerator:
+            self._pinned |= {MAIN, "optimizer states"}
 
     def _add_states(self, numel: int, dtype: torch.dtype) -> None:
         """Adds states of parameters of this dtype that are stepped on the device."""

@@ -49,6 +49,11 @@ class PlanningOptimizer(torch.optim.Optimizer, ABC):
         """Whether a parameter is updated in host memory."""
         return False
 
+    @property
+    def slots_nbytes(self) -> int:
+        """Bytes on the device through which states in host memory pass."""
+        return 0
+
     def host_bytes_by_state(self) -> Mapping[str, int]:
         """Bytes of host memory by purpose."""
         return {}

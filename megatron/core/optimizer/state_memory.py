@@ -22,6 +22,7 @@ from megatron.core.optimizer.planning_optimizer import PlanningOptimizer
 from megatron.core.optimizer.state_tensors import MASTER
 
 COMPUTE, MAIN, GRADIENTS = "compute weights", "main weights", "gradients"
+SLOTS = "states on their way through"  # the device, which updates them
 _FIRST = (COMPUTE, MAIN, GRADIENTS)
 SHOWN = {COMPUTE: "weights on their way up"}  # labels of the host's states
 
@@ -57,6 +58,7 @@ def state_memory(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str
     states: Mapping[torch.Tensor, Mapping[str, Any]] = {} if on_device is None else on_device.state
     for name, nbytes in {} if ours is None else ours.host_bytes_by_state().items():
         counter.add_host(SHOWN.get(name, name), nbytes)
+    counter.add_device(SLOTS, 0 if ours is None else ours.slots_nbytes)
 
     # Groups come first: their parameters are views of their buffers.
     for group in _groups_of(parameters):

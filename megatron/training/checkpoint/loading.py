@@ -291,7 +291,13 @@ class _Load:
         flags, store, name = self.flags, self.store, self.name
 
         def open_it() -> tuple[PublishedCheckpoint, RunData | None]:
-            checkpoint = PublishedCheckpoint.open(store, name, verify=flags.verify_checkpoint)
+            checkpoint = PublishedCheckpoint.open(
+                store,
+                name,
+                verify=flags.verify_checkpoint,
+                rank=dist.get_rank(),
+                world_size=dist.get_world_size(),
+            )
             return checkpoint, self._run_data(lambda: checkpoint.train_state)
 
         checkpoint, run = on_all_ranks(open_it)

@@ -26,6 +26,23 @@ def test_the_hosts_pass_hides_behind_the_first_forward_alone():
     assert step_time(more, MACHINE).exposed_host == 2.0, "more microbatches hide no more"
 
 
+def test_states_that_the_device_updates_relieve_the_host_and_load_the_link():
+    # The host's pass takes 6 s, of which the first forward hides one; the states 4 s each way.
+    work = replace(WORK, host_pass=300.0, up=10.0, states=40.0, update_on_device=0.5)
+    half = step_time(work, MACHINE)
+    assert (half.host_pass, half.up) == (3.0, 0.5 * 1 + 0.5 * 4)
+    assert half.exposed_host == 2.0
+
+    best = step_time(replace(work, update_on_device=None), MACHINE)
+    assert best.host_pass == pytest.approx(best.up)
+    assert (
+        best.seconds
+        < half.seconds
+        < step_time(replace(work, update_on_device=0.0), MACHINE).seconds
+    )
+    assert best.update_on_device == pytest.approx(5 / 9)
+
+
 def test_gradients_hide_behind_the_last_backward_alone():
     assert step_time(replace(WORK, down=20.0), MACHINE).exposed_link == 0.0
     assert step_time(replace(WORK, down=50.0), MACHINE).exposed_link == 3.0

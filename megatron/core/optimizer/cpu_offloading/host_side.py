@@ -127,6 +127,8 @@ class HostSide:
 
         self.executors += added
         self._mesh = self._mesh or mesh
+        if self._streamed is None and self._settings.update_on_device != 0:
+            self._streamed = self._make_streamed()
         self._split()
         for name, nbytes in allocator.nbytes_by_state.items():
             self.nbytes_by_state[name] = self.nbytes_by_state.get(name, 0) + nbytes
@@ -136,24 +138,26 @@ class HostSide:
 
     def _split(self) -> None:
         """Chooses the buckets that the device updates from the next backward on."""
-        rule, fraction = self.rule, self._settings.update_on_device
-        kernel: Kernel | None = self._kernel
+        fraction = self._settings.update_on_device
         if self._chooser is not None:
             fraction = self._chooser.fraction
         buckets = [bucket for bucket in self.buckets if bucket.is_delivered]
-        for bucket, is_streamed in zip(
-            buckets, interleaved([b.global_numel for b in buckets], fraction or 0.0), strict=True
-        ):
+        numels = [bucket.global_numel for bucket in buckets]
+        for bucket, is_streamed in zip(buckets, interleaved(numels, fraction or 0.0), strict=True):
             bucket.is_streamed = is_streamed
-        if not fraction or not buckets or rule is None or kernel is None:
-            return
-        if self._streamed is None:
-            if self._device.is_accelerator:
-                kernel = rule.device_kernel(self._device.torch_device)
-            longest = max(bucket.numel for bucket in buckets)
-            widest = max((b.main_dtype for b in buckets), key=lambda dtype: dtype.itemsize)
-            dtypes = [widest, *rule.state_dtypes.values()]
-            self._streamed = StreamedPass(self._device, kernel, longest, dtypes)
+
+    def _make_streamed(self) -> StreamedPass | None:
+        """The lanes and slots of buckets that the device updates; None if it can update none."""
+        rule, device = self.rule, self._device
+        buckets = [bucket for bucket in self.buckets if bucket.is_delivered]
+        if rule is None or self._kernel is None or not buckets:
+            return None
+        kernel: Kernel = self._kernel
+        if device.is_accelerator:
+            kernel = rule.device_kernel(device.torch_device)
+        longest = max(bucket.numel for bucket in buckets)
+        widest = max((bucket.main_dtype for bucket in buckets), key=lambda dtype: dtype.itemsize)
+        return StreamedPass(device, kernel, longest, [widest, *rule.state_dtypes.values()])
 
     def _streamed_share(self) -> float:
         """Of the elements, those that the device updates."""
@@ -368,6 +372,11 @@ class HostSide:
         """Each bucket, as what may be read while others are being updated."""
         self._wait_for_counts()
         return [executor.state_unit(owner) for executor in self.executors]
+
+    @property
+    def slots_nbytes(self) -> int:
+        """Bytes on the device through which the states of streamed buckets pass."""
+        return 0 if self._streamed is None else self._streamed.nbytes
 
     def all_nbytes_by_state(self) -> dict[str, int]:
         """`nbytes_by_state`, and the states that optimizers of torch's have so far."""

@@ -395,6 +395,11 @@ class HybridDeviceOptimizer(PlanningOptimizer):
         return self._sides.host_side.all_nbytes_by_state()
 
     @property
+    def slots_nbytes(self) -> int:
+        """Bytes on the device through which states pass that it updates for the host."""
+        return self._sides.host_side.slots_nbytes
+
+    @property
     def device_optimizer(self) -> torch.optim.Optimizer | None:
         """The optimizer of the device side; None if everything is on the host."""
         return self._sides.device_side.optimizer

@@ -50,11 +50,10 @@ class StreamedPass:
         self._up = device.lane("optimizer states up")
         self._update = device.lane("optimizer states update")
         self._down = device.lane("optimizer states down")
-        nbytes = slot_nbytes(self._numel, dtypes)
-        self._slots = [
-            torch.empty(nbytes, dtype=torch.uint8, device=device.torch_device)
-            for _ in range(NUM_SLOTS)
-        ]
+        memory = torch.empty(
+            slots_nbytes(numel, dtypes), dtype=torch.uint8, device=device.torch_device
+        )
+        self._slots = memory.chunk(NUM_SLOTS)
         # By slot: the event after which it may be filled. Work of before may use the memory still.
         self._free: list[Event] = [device.event()] * NUM_SLOTS
         self._next = 0
@@ -155,9 +154,10 @@ def chunks(pieces: Iterable[Piece], numel: int) -> Iterator[list[Piece]]:
         yield chunk
 
 
-def slot_nbytes(numel: int, dtypes: Iterable[torch.dtype]) -> int:
-    """Bytes of a slot for chunks of at most `numel` elements."""
-    return sum(_aligned(numel * dtype.itemsize) for dtype in dtypes)
+def slots_nbytes(numel: int, dtypes: Iterable[torch.dtype]) -> int:
+    """Bytes of the slots for buckets of at most `numel` elements."""
+    length = min(numel, SLOT_NUMEL)
+    return NUM_SLOTS * sum(_aligned(length * dtype.itemsize) for dtype in dtypes)
 
 
 # The main weights among the arrays of a chunk; the others are states.

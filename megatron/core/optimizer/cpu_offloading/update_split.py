@@ -6,10 +6,8 @@ never changes a bit: see streamed_pass.py.
 
 from __future__ import annotations
 
-import itertools
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -17,12 +15,12 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from megatron.core.issued_collectives import issuing
 from megatron.core.lane_timings import D2H, H2D, HOST, LANES, StepTimings
+from megatron.core.optimizer.pass_times import PassTimes
 
 logger = logging.getLogger(__name__)
 
 # Parts of a measurement, and the steps of each; the first of a part is not measured.
 _NUM_PARTS, _STEPS = 3, 3
-_LEAST_GAIN = 1.05  # of the time of the host's pass; below, the device updates nothing
 
 
 def interleaved(numels: Sequence[int], fraction: float) -> list[bool]:
@@ -43,71 +41,6 @@ def interleaved(numels: Sequence[int], fraction: float) -> list[bool]:
         flags.append(numel > 0 and 2 * share >= numel)
         share -= numel * flags[-1]
     return flags
-
-
-class PassTimes(NamedTuple):
-    """Seconds of one step's passes over all of the host's elements; see `balanced`.
-
-    Attributes:
-        host: of the host's own pass.
-        weights_up: of the compute weights that it sends to the device.
-        states_up, states_down: of main weights and states, if the device updates them.
-    """
-
-    host: float
-    weights_up: float
-    states_up: float
-    states_down: float
-
-    @property
-    def _lines(self) -> tuple[tuple[float, float], ...]:
-        """The seconds of each lane at the fractions 0 and 1. Between these they are straight."""
-        return (self.host, 0.0), (self.weights_up, self.states_up), (0.0, self.states_down)
-
-    def seconds(self, fraction: float) -> float:
-        """Of a step after the norm is known, where the device updates a fraction."""
-        return max(begin * (1 - fraction) + end * fraction for begin, end in self._lines)
-
-    def at_rates_of(self, seconds: Mapping[str, float], fraction: float) -> PassTimes:
-        """The times of whole passes at the rates of a step in which both passes ran.
-
-        Args:
-            seconds: of the step, by lane.
-            fraction: that the device updated in it.
-        """
-        if not 0 < fraction < 1:
-            return self
-        rest = 1 - fraction
-        # The weights and gradients of the host's pass are on the same lanes, at the same rate.
-        expected = self.weights_up * rest + self.states_up * fraction
-        slower = seconds[H2D] / expected if expected else 1.0
-        return PassTimes(
-            seconds[HOST] / rest,
-            self.weights_up * slower,
-            self.states_up * slower,
-            self.states_down * slower,
-        )
-
-    def slowest(self, mesh: DeviceMesh | None) -> PassTimes:
-        """The longest of all ranks' times, the same on all ranks."""
-        if mesh is None:
-            return self
-        most = torch.tensor(self, dtype=torch.float64, device=mesh.device_type)
-        for axis in range(mesh.ndim):
-            with issuing("all-reduce of the times of the update", most):
-                dist.all_reduce(most, op=dist.ReduceOp.MAX, group=mesh.get_group(axis))
-        return PassTimes(*most.tolist())
-
-    def balanced(self) -> float:
-        """The fraction with the shortest step; 0 where no fraction gains a twentieth."""
-        # The longest of straight lines is the shortest where two of them cross, or at an end.
-        crossings = [0.0, 1.0]
-        for one, other in itertools.combinations(self._lines, 2):
-            before, after = one[0] - other[0], other[1] - one[1]
-            if before * after > 0:
-                crossings.append(before / (before + after))
-        best = min(crossings, key=self.seconds)
-        return best if self.seconds(0.0) >= _LEAST_GAIN * self.seconds(best) else 0.0
 
 
 class SplitChooser:
@@ -161,8 +94,8 @@ class SplitChooser:
             host, weights_up = self._on_host[HOST], self._on_host[H2D]
             times = PassTimes(host, weights_up, seconds[H2D], seconds[D2H])
         else:
-            times = self._times.at_rates_of(seconds, fraction)
-        self._times = times.slowest(mesh)
+            times = self._times.at_rates_of(seconds[HOST], seconds[H2D], fraction)
+        self._times = _slowest(times, mesh)
         self.fraction = self._times.balanced()
         if self.is_done:
             logger.info(
@@ -171,3 +104,14 @@ class SplitChooser:
                 *(times.host, times.states_up, times.states_down, 100 * self.fraction),
                 *(self._times.seconds(self.fraction), self._times.seconds(0.0)),
             )
+
+
+def _slowest(times: PassTimes, mesh: DeviceMesh | None) -> PassTimes:
+    """The longest of all ranks' times, the same on all ranks."""
+    if mesh is None:
+        return times
+    most = torch.tensor(times, dtype=torch.float64, device=mesh.device_type)
+    for axis in range(mesh.ndim):
+        with issuing("all-reduce of the times of the update", most):
+            dist.all_reduce(most, op=dist.ReduceOp.MAX, group=mesh.get_group(axis))
+    return PassTimes(*most.tolist())

@@ -163,6 +163,9 @@ CHEAP = {
         parallel={"main_grads_dtype": "fp32"}, freeze=("embedding",)
     ).on_host(1.0),
     "ZeRO-1": Case(MIXTURE, ZERO1),
+    "dense, half on the host, updated by the device": Case().on_host(
+        0.5, overlap_cpu_optimizer_d2h_h2d=True, optimizer_update_on_device=1.0
+    ),
 }
 WIDE = {
     "dense": Case(),
