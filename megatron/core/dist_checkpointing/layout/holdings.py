@@ -104,8 +104,9 @@ class RankMesh:
     @classmethod
     def of(cls, mesh: DeviceMesh) -> RankMesh:
         ranks = mesh.mesh.flatten()
-        first, last = int(ranks[0]), int(ranks[-1])
-        regular = range(first, last + 1, max((last - first) // max(len(ranks) - 1, 1), 1))
+        first, last, number = int(ranks[0]), int(ranks[-1]), len(ranks)
+        step = max((last - first) // max(number - 1, 1), 1)  # also where they descend
+        regular = range(first, first + step * number, step)
         if not torch.equal(ranks, torch.arange(regular.start, regular.stop, regular.step)):
             return cls(tuple(mesh.shape), tuple(ranks.tolist()))
         return cls(tuple(mesh.shape), regular)
