@@ -221,8 +221,8 @@ def first_fitting(
     if limit is None:
         return 0
 
-    # Bytes on the device fall as the fraction grows, but for the slots: these grow with the largest
-    # group, by less than a few groups free.
+    # Bytes on the device fall as the fraction grows, except those of slots, which grow with the
+    # largest group. So the first fraction that fits is one of the next ones.
     def fits_without_slots(fraction: float) -> bool:
         memory = memory_at(fraction)
         return memory.device_nbytes - memory.slots_nbytes <= limit
