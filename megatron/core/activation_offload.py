@@ -159,11 +159,14 @@ class ActivationOffload:
                 behind them.
             fraction: how many of the others move, from 0 to 1, evenly spread. "auto": all in the
                 first steps; once their times are known, as many as move while layers compute, and
-                those for which the device has no room.
+                more if the device lacks room.
 
         Raises:
-            ValueError: for a layer that is attached already or comes twice; none is attached then.
+            ValueError: for another fraction, and for a layer that is attached already or comes
+                twice; none is attached then.
         """
+        if fraction != "auto" and not 0 <= fraction <= 1:
+            raise ValueError(f"Expected a fraction from 0 to 1, or 'auto', got {fraction}.")
         layers = list(layers)
         for number, layer in enumerate(layers):
             if isinstance(layer.forward, _OffloadedForward):

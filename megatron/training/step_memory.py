@@ -100,7 +100,7 @@ class RunMemory(NamedTuple):
 
     @property
     def slots_nbytes(self) -> int:
-        """Bytes on the device for states on their way through it."""
+        """Bytes on the device for streamed states."""
         return self.states.at_rest.get(SLOTS, StateBytes(0, 0)).device
 
     @property
@@ -221,7 +221,7 @@ def first_fitting(
     if limit is None:
         return 0
 
-    # Bytes on the device fall as the fraction grows, except those of slots, which grow with the
+    # Bytes on the device fall as the fraction grows, except for slots, which grow with the
     # largest group. So the first fraction that fits is one of the next ones.
     def fits_without_slots(fraction: float) -> bool:
         memory = memory_at(fraction)
@@ -286,7 +286,7 @@ def with_known_fraction(
 
 
 def _least_memory(device: Device, mesh: DeviceMesh) -> tuple[int, int]:
-    """Returns the bytes that can be planned, and those free, on the device that has the least."""
+    """Returns the least bytes of any device that can be planned, and the least that are free."""
     own = [device.spare_memory_bytes(), device.memory_info()[0]]
     least = torch.tensor(own, dtype=torch.int64, device=device.torch_device)
     for axis in range(mesh.ndim):

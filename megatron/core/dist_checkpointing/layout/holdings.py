@@ -72,8 +72,8 @@ class HeldBoxes(tuple[Holding, ...]):
         return {}
 
     def section(self, first_row: int, num_rows: int) -> HeldBoxes:
-        """The same of some rows, as those of a separate tensor."""
-        # Weights and states ask for the same rows, and so do layers with equal layouts.
+        """The boxes of some rows, as a separate tensor."""
+        # Weights and states have the same rows, and so do layers with equal layouts.
         rows = (first_row, num_rows)
         if rows not in self._sections:
             self._sections[rows] = HeldBoxes(self._section(*rows))
