@@ -188,12 +188,14 @@ def second_group(group: dist.ProcessGroup, device: torch.device) -> dist.Process
 def _make_second_group(group: dist.ProcessGroup, device: torch.device) -> dist.ProcessGroup | None:
     ranks = dist.get_process_group_ranks(group)
     own = zlib.crc32(local_ranks.machine().encode())
-    extremes = torch.tensor([own, -own], device=device)
+    # The name that torch gives a group of some ranks depends on the number of groups.
+    num_groups = len(_world.pg_names)
+    extremes = torch.tensor([own, -own, num_groups, -num_groups], device=device)
     with issuing("all-reduce of the ranks' machines", extremes):
         dist.all_reduce(extremes, dist.ReduceOp.MAX, group=group)
-    greatest, least = extremes.tolist()
+    last, first, most, least = extremes.tolist()
     # A new group has its ranks in ascending order.
-    if greatest == -least or ranks != sorted(ranks):
+    if last == -first or most != -least or ranks != sorted(ranks):
         return None
 
     made: dist.ProcessGroup = dist.new_group(

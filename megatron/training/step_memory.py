@@ -286,7 +286,7 @@ def with_known_fraction(
 
 
 def _least_memory(device: Device, mesh: DeviceMesh) -> tuple[int, int]:
-    """Returns the least bytes of any device that can be planned, and the least that are free."""
+    """Returns the bytes that can be planned, and the free ones, on the device with the least."""
     own = [device.spare_memory_bytes(), device.memory_info()[0]]
     least = torch.tensor(own, dtype=torch.int64, device=device.torch_device)
     for axis in range(mesh.ndim):
