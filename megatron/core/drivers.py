@@ -380,13 +380,16 @@ def leave_failures_to_watchdog(environment: MutableMapping[str, str] = os.enviro
 
 
 def choose_deterministic_algorithms(environment: MutableMapping[str, str] = os.environ) -> None:
-    """Has cuBLAS and NCCL add up in one order each time. The user's settings stay."""
+    """Has cuBLAS, NCCL and compiled layers add up in one order each time. The user's settings stay."""
     # Streams that share a workspace of cuBLAS may get different algorithms each time. PyTorch
     # raises an error for products without this setting.
     environment.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     # Switches (NVLS) add in the order in which ranks arrive; a ring's order is fixed, and it has
     # all collectives.
     environment.setdefault("NCCL_ALGO", "Ring")
+    # Otherwise Inductor pads matrices where that is faster in a measurement. It reads this when it
+    # is imported, to compile for the first time.
+    environment.setdefault("TORCHINDUCTOR_DETERMINISTIC", "1")
 
 
 _drivers: dict[str, Driver] = {}
