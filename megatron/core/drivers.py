@@ -378,7 +378,7 @@ def leave_failures_to_watchdog(environment: MutableMapping[str, str] = os.enviro
 
 
 def choose_deterministic_algorithms(environment: MutableMapping[str, str] = os.environ) -> None:
-    """Has cuBLAS, NCCL and compiled layers add up in one order each time. Settings of users stay."""
+    """Has cuBLAS, NCCL and compiled layers add up in one order. Settings of users stay."""
     # Streams that share a workspace of cuBLAS may get different algorithms each time. PyTorch
     # raises an error for products without this setting.
     environment.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
