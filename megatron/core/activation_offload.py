@@ -162,8 +162,11 @@ class ActivationOffload:
                 the layers for which the device has no room.
 
         Raises:
-            ValueError: for a layer that is attached already or comes twice; none is attached then.
+            ValueError: for another fraction, and for a layer that is attached already or comes
+                twice; none is attached then.
         """
+        if fraction != "auto" and not 0 <= fraction <= 1:
+            raise ValueError(f"Expected a fraction from 0 to 1, or 'auto', got {fraction}.")
         layers = list(layers)
         for number, layer in enumerate(layers):
             if isinstance(layer.forward, _OffloadedForward):
@@ -206,7 +209,7 @@ class ActivationOffload:
         if movable and self._device.is_accelerator:
             # The device must have room for what stays.
             room = self._device.spare_memory_bytes() * movable // max(1, self.peak_nbytes)
-            needed = 1.0 if self._has_warned else 1.0 - room / movable
+            needed = 1.0 if self._has_warned else min(1.0, 1.0 - room / movable)
         for stack in self._stacks:
             of_room = math.ceil(needed * stack.size)
             stack.num_moving = max(math.floor(hidden * stack.size), of_room)

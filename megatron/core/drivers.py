@@ -237,7 +237,7 @@ class CudaDriver(Driver):
         dropout: float,
         is_causal: bool,
     ) -> bool:
-        # PyTorch's own choice: it knows the widths, the device and the release of cuDNN.
+        # PyTorch's choice, by the widths, the device and the release of cuDNN.
         chosen = torch._fused_sdp_choice(query, key, value, None, dropout, is_causal)
         return chosen == SDPBackend.CUDNN_ATTENTION.value
 
@@ -378,13 +378,16 @@ def leave_failures_to_watchdog(environment: MutableMapping[str, str] = os.enviro
 
 
 def choose_deterministic_algorithms(environment: MutableMapping[str, str] = os.environ) -> None:
-    """Has cuBLAS and NCCL add up in one order each time. The user's settings stay."""
+    """Has cuBLAS, NCCL and compiled layers add up in one order. Settings of users stay."""
     # Streams that share a workspace of cuBLAS may get different algorithms each time. PyTorch
-    # refuses products without this setting.
+    # raises an error for products without this setting.
     environment.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     # Switches (NVLS) add in the order in which ranks arrive; a ring's order is fixed, and it has
     # all collectives.
     environment.setdefault("NCCL_ALGO", "Ring")
+    # Otherwise Inductor pads matrices where that is faster in a measurement. It reads this when it
+    # is imported, to compile for the first time.
+    environment.setdefault("TORCHINDUCTOR_DETERMINISTIC", "1")
 
 
 _drivers: dict[str, Driver] = {}
@@ -403,8 +406,8 @@ def driver_of(kind: str) -> Driver:
 
 
 def kernels_of(device: torch.device) -> Driver:
-    """The driver of this device, to ask it about kernels. Other devices than accelerators have the
-    answers of `Driver`.
+    """The driver of this device, for its kernels. Devices that are no accelerators have the
+    kernels of `Driver`.
     """
     return _drivers.get(device.type) or Driver(device.type)
 

@@ -9,6 +9,7 @@ import math
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import cache
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -29,7 +30,14 @@ from megatron.core.optimizer.config import AUTO
 from megatron.core.optimizer.cpu_offloading.plan import OffloadPlan
 from megatron.core.optimizer.distrib_optimizer import plan_offload
 from megatron.core.optimizer.planned_memory import PlannedMemory, StateSettings, plan_memory
-from megatron.core.optimizer.state_memory import COMPUTE, GRADIENTS, MAIN, SHOWN, StateBytes
+from megatron.core.optimizer.state_memory import (
+    COMPUTE,
+    GRADIENTS,
+    MAIN,
+    SHOWN,
+    SLOTS,
+    StateBytes,
+)
 from megatron.core.options import ConfigError, expect
 from megatron.training.config import EngineConfig
 
@@ -89,6 +97,11 @@ class RunMemory(NamedTuple):
         """Bytes at the step's peak."""
         on_top = self.whole_layers + self.loss
         return self.states.device_nbytes + self.activations_on_device + on_top
+
+    @property
+    def slots_nbytes(self) -> int:
+        """Bytes on the device for streamed states."""
+        return self.states.at_rest.get(SLOTS, StateBytes(0, 0)).device
 
     @property
     def peaks_at_loss(self) -> bool:
@@ -198,17 +211,26 @@ def fractions_of(model: nn.Module, config: EngineConfig) -> list[float]:
 
 
 def first_fitting(
-    fractions: Sequence[float], limit: int | None, needs: Callable[[float], int]
+    fractions: Sequence[float], limit: int | None, memory_at: Callable[[float], RunMemory]
 ) -> int:
     """Returns the index of the smallest fraction that fits, or their number if none does.
 
     Args:
-        needs: bytes of the device at a fraction, which fall as it grows.
         limit: bytes of the device; None: all fit.
     """
     if limit is None:
         return 0
-    return bisect_left(fractions, True, key=lambda fraction: needs(fraction) <= limit)
+
+    # Bytes on the device fall as the fraction grows, except for slots, which grow with the
+    # largest group. So the first fraction that fits is one of the next ones.
+    def fits_without_slots(fraction: float) -> bool:
+        memory = memory_at(fraction)
+        return memory.device_nbytes - memory.slots_nbytes <= limit
+
+    number = bisect_left(fractions, True, key=fits_without_slots)
+    while number < len(fractions) and memory_at(fractions[number]).device_nbytes > limit:
+        number += 1
+    return number
 
 
 def fit(
@@ -218,11 +240,12 @@ def fit(
     if none does, and the memory at it.
     """
 
+    @cache
     def memory(fraction: float) -> RunMemory:
         return memory_of(model, at_fraction(config, fraction), world_size, device_kind)
 
     fractions = fractions_of(model, config)
-    number = first_fitting(fractions, limit, lambda one: memory(one).device_nbytes)
+    number = first_fitting(fractions, limit, memory)
     fraction = fractions[min(number, len(fractions) - 1)]
     return fraction, memory(fraction)
 

@@ -201,7 +201,7 @@ def _smallest_that_fits(run: PlannedRun, limits: Limits) -> float | None:
 
 def _first_on_device(run: PlannedRun, limits: Limits) -> int:
     """Returns the index of the first fraction that fits the device, or their number."""
-    return first_fitting(run.fractions, limits.device, lambda one: _needs(run, one).device)
+    return first_fitting(run.fractions, limits.device, run.memory)
 
 
 def _largest_hidden(run: PlannedRun, limits: Limits, machine: Machine) -> float | None:

@@ -69,8 +69,9 @@ def test_two_hosts_train_lose_one_and_resume_once_it_is_back(hosts, tmp_path):
     run_undisturbed(undisturbed, *FLAGS, num_ranks=4)
 
     first, second = hosts
-    # Slow enough to lose a host in the middle.
-    flags = [*FLAGS, "--hang-timeout-seconds", "60", "--inject", "slow:rank=any,step=1,seconds=0.3"]
+    # A pause in which a host is lost.
+    pause = "slow:rank=any,step=6,seconds=20,times=1"
+    flags = [*FLAGS, "--hang-timeout-seconds", "60", "--inject", pause]
     with started(job, launcher(first), *flags, log="log_1.txt", **LATE) as stays:
         with started(job, launcher(second), *flags, log="log_2.txt", **LATE) as goes:
             until(lambda: max(dict(job.losses()), default=0) >= 5, "five iterations on two hosts")

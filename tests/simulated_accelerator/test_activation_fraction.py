@@ -109,8 +109,8 @@ def _numbers_moving(rooms: list[float]) -> list[int]:
 
 @pytest.mark.sim
 def test_auto_keeps_no_more_layers_than_the_device_has_room_for() -> None:
-    (found,) = run_ranks(1, _numbers_moving, [0.0, 0.5, 2.5, 4.0, 100.0], device="sim")
-    assert found == [6, 6, 4, 2, 0]
+    (found,) = run_ranks(1, _numbers_moving, [-2.0, 0.0, 0.5, 2.5, 4.0, 100.0], device="sim")
+    assert found == [6, 6, 6, 4, 2, 0]
 
 
 def _adapted() -> Any:

@@ -17,7 +17,7 @@ _DTYPE_OPTIONS = ("main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
 
 
 class Overlap(enum.Enum):
-    """What overlaps with the work of an offloaded optimizer; the combinations that there are.
+    """What overlaps with the work of an offloaded optimizer; all valid combinations.
 
     Attributes:
         has_lanes: transfers overlap with the update.
@@ -241,7 +241,7 @@ class OptimizerConfig:
 
     @property
     def offload_fraction(self) -> float:
-        """The offload fraction as a number. ValueError for `auto`, which only an engine knows."""
+        """The offload fraction as a number. ValueError for `auto`, which an engine replaces."""
         if self.optimizer_offload_fraction == AUTO:
             raise ValueError("Expected an offload fraction from 0 to 1, got 'auto'.")
         return self.optimizer_offload_fraction
@@ -253,7 +253,7 @@ class OptimizerConfig:
 
     @property
     def overlap(self) -> Overlap:
-        """What overlaps, in the three answers to two flags."""
+        """The overlaps of two flags, of which three combinations exist."""
         # Gradients are not modified between backward and step: clipping is a factor.
         if self.overlap_optimizer_with_forward:
             return Overlap.ALL

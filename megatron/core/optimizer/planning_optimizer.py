@@ -32,7 +32,7 @@ class PlanningOptimizer(torch.optim.Optimizer, ABC):
 
     @staticmethod
     def of(optimizer: torch.optim.Optimizer) -> PlanningOptimizer | None:
-        """An optimizer, if it is one of ours; None for others."""
+        """Returns an optimizer of this class; None for others."""
         return optimizer if isinstance(optimizer, PlanningOptimizer) else None
 
     @property
@@ -42,7 +42,7 @@ class PlanningOptimizer(torch.optim.Optimizer, ABC):
 
     @property
     def device_optimizer(self) -> torch.optim.Optimizer | None:
-        """The optimizer of what is on the device; None if nothing is."""
+        """The optimizer of the states on the device; None if there are none."""
         return self
 
     def holds(self, parameter: torch.Tensor) -> bool:  # noqa: ARG002

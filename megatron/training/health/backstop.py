@@ -16,7 +16,7 @@ import os
 import threading
 import time
 
-# Each start makes a thread, which takes 50 microseconds, so looks in between change nothing.
+# Each start makes a thread, so looks in between do not start the timer again.
 _STARTS_PER_PERIOD = 8
 _STDERR = 2  # sys.stderr may be anything
 
@@ -58,7 +58,7 @@ class Backstop:
         self._lock.release()
 
     def _start(self, seconds: float) -> None:
-        # Without another thread, or beyond what a clock can count, training continues unguarded.
+        # Without another thread, or beyond the range of a clock, training continues unguarded.
         with contextlib.suppress(RuntimeError, OverflowError):
             faulthandler.dump_traceback_later(seconds, exit=True, file=_STDERR)
         self._seconds, self._started_at = seconds, time.monotonic()

@@ -419,6 +419,9 @@ def test_wrong_use_is_refused() -> None:
     one = nn.Linear(2, 2)
     with pytest.raises(ValueError, match="got layer 1 twice"):
         offload.attach([one, one])
+    for fraction in (-0.1, 1.5, float("nan")):
+        with pytest.raises(ValueError, match=f"from 0 to 1, or 'auto', got {fraction}"):
+            offload.attach(build(3).decoder.layers, fraction=fraction)
     with pytest.raises(ValueError, match="at least one byte, got 0"):
         ActivationOffload(CPU, 0)
 

@@ -394,11 +394,30 @@ def test_triton_needs_a_c_compiler_and_the_headers_of_python(monkeypatch, tmp_pa
 def test_libraries_add_up_in_one_order_unless_the_user_chose_another(given):
     environment = dict(given)
     choose_deterministic_algorithms(environment)
-    assert environment == {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NCCL_ALGO": "Ring", **given}
+    assert environment == {
+        "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+        "NCCL_ALGO": "Ring",
+        "TORCHINDUCTOR_DETERMINISTIC": "1",
+        **given,
+    }
+
+
+_COMPILES = """
+import os, sys
+import megatron.training.pretrain
+from megatron.core.drivers import choose_deterministic_algorithms
+choose_deterministic_algorithms()
+import torch._inductor.config
+assert torch._inductor.config.deterministic
+"""
+
+
+def test_compiled_layers_are_imported_after_that_and_measure_no_choices():
+    subprocess.run([sys.executable, "-c", _COMPILES], check=True)
 
 
 def test_only_a_gpus_libraries_are_set_for_the_same_bits_each_time(monkeypatch):
-    names = ("CUBLAS_WORKSPACE_CONFIG", "NCCL_ALGO")
+    names = ("CUBLAS_WORKSPACE_CONFIG", "NCCL_ALGO", "TORCHINDUCTOR_DETERMINISTIC")
     for name in names:
         monkeypatch.setenv(name, "")  # so that later settings go again
         monkeypatch.delenv(name)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -120,6 +121,26 @@ def test_the_fraction_that_is_chosen_is_the_smallest_that_fits(
     assert fit(built, config, world_size, "cuda", limit + limit // 9)[0] <= fraction
     short, memory = fit(built, config, world_size, "cuda", least - 1)
     assert (short, memory.device_nbytes) == (1.0, least)
+
+
+@pytest.mark.parametrize(("num_layers", "vocab_size"), [(1, 4096), (2, 8192), (4, 64), (4, 2048)])
+def test_slots_of_streamed_states_may_take_more_than_a_group_gives_back(
+    num_layers: int, vocab_size: int
+) -> None:
+    config = config_of()
+    streams = replace(
+        config.optimizer, overlap_cpu_optimizer_d2h_h2d=True, optimizer_update_on_device="auto"
+    )
+    config = replace(config, optimizer=streams)
+    with torch.device("meta"):
+        built = GPTModel(TransformerConfig(num_layers, 64, 2, swiglu=True), vocab_size)
+    fractions = fractions_of(built, config)
+    needs = [memory_of(built, at_fraction(config, f), 2, "cuda").device_nbytes for f in fractions]
+    assert needs[1] > needs[0]
+    for limit in needs:
+        fitting = [f for f, nbytes in zip(fractions, needs, strict=True) if nbytes <= limit]
+        assert fit(built, config, 2, "cuda", limit)[0] == min(fitting)
+    assert fit(built, config, 2, "cuda", min(needs) - 1)[0] == 1.0
 
 
 def _chosen(frees: list[int]) -> tuple[float, list[str]]:

@@ -224,7 +224,7 @@ class Index:
 
 
 class _ChunksByRank(Mapping[int, list[tuple[SavedTensor, SavedChunk]]]):
-    """Makes the list of a rank when it is asked for: those of a thousand ranks take gigabytes."""
+    """Makes the list of a rank on demand: the lists of a thousand ranks take gigabytes."""
 
     def __init__(self, tensors: Sequence[SavedTensor]) -> None:
         self._tensors = tensors

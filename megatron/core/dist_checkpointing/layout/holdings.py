@@ -72,8 +72,8 @@ class HeldBoxes(tuple[Holding, ...]):
         return {}
 
     def section(self, first_row: int, num_rows: int) -> HeldBoxes:
-        """The same of some rows, as those of a separate tensor."""
-        # Weights and states ask for the same rows, and so do layers with equal layouts.
+        """The boxes of some rows, as a separate tensor."""
+        # Weights and states have the same rows, and so do layers with equal layouts.
         rows = (first_row, num_rows)
         if rows not in self._sections:
             self._sections[rows] = HeldBoxes(self._section(*rows))
@@ -104,8 +104,9 @@ class RankMesh:
     @classmethod
     def of(cls, mesh: DeviceMesh) -> RankMesh:
         ranks = mesh.mesh.flatten()
-        first, last = int(ranks[0]), int(ranks[-1])
-        regular = range(first, last + 1, max((last - first) // max(len(ranks) - 1, 1), 1))
+        first, last, number = int(ranks[0]), int(ranks[-1]), len(ranks)
+        step = max((last - first) // max(number - 1, 1), 1)  # also where they descend
+        regular = range(first, first + step * number, step)
         if not torch.equal(ranks, torch.arange(regular.start, regular.stop, regular.step)):
             return cls(tuple(mesh.shape), tuple(ranks.tolist()))
         return cls(tuple(mesh.shape), regular)

@@ -358,7 +358,7 @@ class _Arrivals:
         _copy_bytes(target, np.frombuffer(piece[offset : offset + target.nbytes], np.uint8))
 
     def finish(self) -> None:
-        """Waits for pieces that nobody reads, after an error."""
+        """Waits for pieces that are not read after an error."""
         while self._on_its_way:
             self._on_its_way.popleft().synchronize()
 

@@ -92,8 +92,8 @@ def updaters_of(
     """What updates the host's and the device's parameters; see `HybridDeviceOptimizer`.
 
     Raises:
-        ValueError: for a rule together with what it replaces, for dtypes of moments that no side
-            has, and for values of options that a rule cannot honour.
+        ValueError: for a rule together with options that it replaces, for dtypes of moments that no
+            side has, and for values of options that a rule cannot honour.
         TypeError: for options of neither side.
     """
     has_dtypes = moment_dtypes != (torch.float32, torch.float32)

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from megatron.core.device import Device
 from megatron.core.drivers import Driver
 from megatron.core.fp32_module import Fp32Module
 from megatron.core.materialize import materialize
@@ -250,6 +251,15 @@ def test_what_its_kernels_do_not_take_is_computed_here(
     monkeypatch.setattr(gated_delta_net, "kernels_of", Driver)  # without Triton
     _net().bfloat16()(torch.randn(1, 5, HIDDEN).bfloat16())
     assert kernel.shapes == []
+
+
+def test_deterministic_mode_uses_no_kernels_that_measured_times_choose(kernel: FakeKernel) -> None:
+    net, hidden = _net().bfloat16(), torch.randn(1, 40, HIDDEN).bfloat16()
+    with Device("cpu").deterministic():
+        net(hidden)
+    assert kernel.shapes == []
+    net(hidden)
+    assert len(kernel.shapes) == 1
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
+from types import SimpleNamespace
 
 import torch
 from hypothesis import given, settings
@@ -142,6 +143,21 @@ def test_ranks_with_the_same_holdings_write_the_same_bytes_to_within_a_row(shard
     for ranks in groups:
         written = [nbytes[rank] for rank in ranks]
         assert max(written) - min(written) <= 2 * largest_row
+
+
+@settings(deadline=None)
+@given(
+    st.one_of(
+        st.integers(1, 5).flatmap(lambda number: st.permutations(range(number))),
+        st.lists(st.integers(0, 9), min_size=1, max_size=5, unique=True),
+    )
+)
+def test_a_mesh_may_have_its_ranks_in_any_order(ranks):
+    mesh = SimpleNamespace(shape=(len(ranks),), mesh=torch.tensor(ranks, dtype=torch.int))
+    found = RankMesh.of(mesh)
+    assert tuple(found.ranks) == tuple(ranks)
+    assert [found.place(rank) for rank in ranks] == list(range(len(ranks)))
+    assert found.place(10) is None
 
 
 def test_the_example_in_the_note_is_right():
