@@ -14,10 +14,10 @@ written and verified throughout.
                         the save is done
     load                into the state where it lies; warm: all files are in the page cache; cold:
                         none is
-    ours                a load at the start of a run: each byte is read once, and verified as it is
-                        put into place
-    ours, two passes    a load into a live engine: everything is read and verified, then read again
-                        and put into place
+    ours                a load at the start of a run, or into an engine without a step: each byte is
+                        read once, and verified as it is put into place
+    ours, two passes    a load into an engine after a step: everything is read and verified, then
+                        read again and put into place
     2 -> 4, 4 -> 4      loads on 4 ranks of what 2 and 4 have saved, warm: seconds and bytes read
 
 Each number is the slowest rank's; variants run in an order drawn anew each round. Before the first

@@ -11,7 +11,7 @@ and keys of their own here.
                         rank's file
     another rank        the places of the blobs in its own file
     whole checkpoint    both again with what a real one holds besides: step counters, and random
-                        states of each rank
+                        states of each rank, which only rank 0 describes
     DCP                 `DefaultSavePlanner.create_global_plan`, once it has every rank's plan;
                         gathering and unpickling them, and pickling the result, are left out
 
@@ -149,11 +149,11 @@ def our_sides(num_ranks: int, *, with_even: bool) -> dict[str, Callable[[], obje
     """What we do, by what it is called."""
     layouts, other = layouts_for(num_ranks), num_ranks // 2
 
-    def tensors(is_whole: bool = False) -> list[SavedAs]:
-        return flat_tensors(layouts, num_ranks, is_whole=is_whole)
+    def tensors(is_whole: bool = False, rank: int | None = None) -> list[SavedAs]:
+        return flat_tensors(layouts, num_ranks, is_whole=is_whole, rank=rank)
 
     def plan_own(is_whole: bool = False) -> Index:
-        return build_index("a save", tensors(is_whole), {}, rank=other)
+        return build_index("a save", tensors(is_whole, other), {}, rank=other)
 
     sides: dict[str, Callable[[], object]] = {
         OURS[FLAT]: lambda: compose(tensors()),

@@ -14,13 +14,14 @@ as ZeRO-3.
     manifests       in a save: rank 0's digests of what each rank must have written
 
 Only what rank 0 does grows with the ranks: its bar is a time for each chunk. The other bars compare
-the larger number of ranks with the smaller one. Sides run interleaved; memory is the peak of
-Python's allocations in a separate run.
+the larger number of ranks with the smaller one. Sides run interleaved, and seconds are those of the
+processor. Memory is the peak of Python's allocations, in a run before.
 """
 
 from __future__ import annotations
 
 import gc
+import time
 import tracemalloc
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -107,6 +108,7 @@ MODELS: dict[str, tuple[dict[str, Any], int]] = {
     "Llama-3-70B": (LLAMA_3_70B, 1),
     "DeepSeek-V3": (DEEPSEEK_V3, 64),
 }
+MANIFESTS = "manifests"
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
@@ -147,8 +149,10 @@ def tensors_of(model: GPTModel, plan: ShardPlan, num_ranks: int) -> list[SavedAs
     return found
 
 
-def sides_of(model: GPTModel, num_ranks: int, expert_size: int) -> dict[str, Callable[[], object]]:
-    """What is measured, by what it is called."""
+def sides_of(
+    model: GPTModel, num_ranks: int, expert_size: int
+) -> tuple[dict[str, Callable[[], object]], int]:
+    """What is measured, by what it is called; and the number of chunks."""
     plan, rank = planned(model, num_ranks, expert_size), num_ranks // 2
     index = build_index("a save", tensors_of(model, plan, num_ranks), {})
 
@@ -168,14 +172,16 @@ def sides_of(model: GPTModel, num_ranks: int, expert_size: int) -> dict[str, Cal
         "plan": lambda: planned(model, num_ranks, expert_size),
         "another rank": write,
         "rank 0": describe,
-        "manifests": compare,
-    }
+        MANIFESTS: compare,
+    }, sum(len(tensor.chunks) for tensor in index.tensors.values())
 
 
-def seconds_without_garbage(work: Callable[[], object]) -> float:
-    """What another side has left is not collected on this one's account."""
+def processor_seconds(work: Callable[[], object]) -> float:
+    """Of this process. What another side has left is not collected on this one's account."""
     gc.collect()
-    return report.seconds(work)
+    start = time.process_time()
+    work()
+    return time.process_time() - start
 
 
 def peak_mib(work: Callable[[], object]) -> float:
@@ -205,21 +211,24 @@ def main(argv: Sequence[str] | None = None) -> None:
         content |= {"first_k_dense_replace": 1} if arguments.layers and expert_size > 1 else {}
         description = config_from_hf(content, name)
         model = on_meta(description.config, description.vocab_size)
+        sides = {
+            num_ranks: sides_of(model, num_ranks, expert_size) for num_ranks in arguments.ranks
+        }
         works = {
             (f"{num_ranks} ranks", side): work
-            for num_ranks in arguments.ranks
-            for side, work in sides_of(model, num_ranks, expert_size).items()
+            for num_ranks, (own, _) in sides.items()
+            for side, work in own.items()
         }
+        # The warm-up as well.
+        peaks = {which: peak_mib(work) for which, work in works.items() if which[1] != MANIFESTS}
         # A side does not pay for collections of what the others keep.
         gc.collect()
         gc.freeze()
         times = report.interleaved(
-            {which: partial(seconds_without_garbage, work) for which, work in works.items()},
+            {which: partial(processor_seconds, work) for which, work in works.items()},
             arguments.rounds,
-            warm_up=1,
         )
         gc.unfreeze()
-        peaks = {which: peak_mib(work) for which, work in works.items()}
         medians = report.medians(times)
         for num_ranks in arguments.ranks:
             where = f"{num_ranks} ranks"
@@ -228,10 +237,9 @@ def main(argv: Sequence[str] | None = None) -> None:
             measurements += measured(own, "s", group)
             kept = {side: [peak] for (at, side), peak in peaks.items() if at == where}
             measurements += measured(kept, "MiB", f"{group}: memory")
-            tensors = tensors_of(model, planned(model, num_ranks, expert_size), num_ranks)
-            num_chunks = sum(len(t.chunks) for t in build_index("", tensors, {}).tensors.values())
-            facts[group] = {"chunks": num_chunks, "tensors": len(tensors)}
-            both = medians[where, "rank 0"] + medians[where, "manifests"]
+            num_chunks = sides[num_ranks][1]
+            facts[group] = {"chunks": num_chunks}
+            both = medians[where, "rank 0"] + medians[where, MANIFESTS]
             ratios.append(
                 Ratio(f"{group}: rank 0, microseconds a chunk", 1e6 * both / num_chunks, at_most=5)
             )

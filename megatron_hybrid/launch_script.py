@@ -27,6 +27,7 @@ from megatron_hybrid.shell_words import ShellSyntaxError, Token, Variables, toke
 
 _PROGRAMS = ("pretrain_gpt.py", "pretrain_vlm.py")
 _POSITIONS = {"--position-embedding-type", "--use-rotary-position-embeddings"}
+_CONTEXT = 200  # characters before a line, in which the statement before it ends
 _MOST_COMBINATIONS = 64  # of the values that a flag's variables may have
 _NO_BATCH = "N is its samples by --global-batch-size, which the script does not set."
 _UNKNOWN = "\0"  # placeholder for an unknown value
@@ -37,6 +38,15 @@ _MORE_FLAGS = re.compile(r"['\"]?--|\"?\$(?:\{[A-Za-z_]\w*\[[@*]\]\}|\{?[@*]\}?)
 # A quoted text or an assignment that contains flags or a program.
 _TEXT = re.compile(r"(?:([A-Za-z_]\w*)\+?=)?(['\"]?)(.*(?:--[A-Za-z]|\.py\s).*)\2", re.DOTALL)
 _COMMAND = re.compile(r"\.py\s")
+_QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
+_ONE_QUEUE = re.compile(rf"(['\"]?){_QUEUES}=(['\"]?)(?:1|\$\{{{_QUEUES}:?-1\}})\2\1")
+_EXPORT_LINE = re.compile(r"export[ \t]+[^ \t\r\n]+[ \t\r]*(?:#.*)?$", re.MULTILINE)
+# What a statement must follow: without its only one, a body would be a syntax error.
+_OPENING = re.compile(r"(?:\b(?:then|else|do)|[{(|&\\])\s*$")
+_WHY_QUEUES = (
+    "With one hardware queue, collectives and copies would not overlap with computation; if it is "
+    "not set, there are 32."
+)
 _PLAIN_WORD = re.compile(r"(?:[^ \t\r\n\\]|\\(?!\r?\n))+")
 
 
@@ -204,6 +214,23 @@ class _Script:
         paths = self.variables.expanded(word.raw) or (word.raw.strip("'\""),)
         return {PurePosixPath(path).name for path in paths}
 
+    def single_queues(self) -> Iterator[Finding]:
+        """Yields a finding for each place that leaves CUDA a single hardware queue. `line` is an
+        offset, and `given` the text there that is deleted or replaced.
+        """
+        for word in self._tokens:
+            found = _ONE_QUEUE.fullmatch(word.raw) if word.kind == "word" else None
+            if found is None:
+                continue
+            start = self.text.rfind("\n", 0, word.start) + 1
+            before = self.text[max(start - _CONTEXT, 0) : start]
+            if _EXPORT_LINE.match(self.text, start) and not _OPENING.search(before):
+                given = self.text[start : word.end]
+                yield Finding(Handling.DELETED, start, given, _WHY_QUEUES)
+            else:
+                use = f"{found[1]}{_QUEUES}=32{found[1]}"
+                yield Finding(Handling.REPLACED, word.start, word.raw, _WHY_QUEUES, (use,))
+
     def _program_in(self, piece: _Piece) -> int | None:
         """Returns the index of the training program in a command."""
         for index, word in enumerate(piece.words):
@@ -351,21 +378,26 @@ def rewrite(text: str, *, removes_unsupported: bool = False) -> Rewritten:
     script = _Script(text)
     about = _Findings(script, removes_unsupported)
     findings = list(about.about_programs())
-    pieces: list[str] = []
-    place = 0
+    edits: list[tuple[int, int, str]] = []
     for given in script.given:
         finding = about.about_flag(given)
         if finding is None:
             continue
         findings.append(finding)
-        edits = [(word.start, word.end, DELETED) for word in given.words]
-        if finding.handling not in CHANGES:
-            edits = []
-        elif finding.handling is Handling.REPLACED:
-            edits = [(given.start, given.end, _written(text, given, finding.use))]
-        for start, end, new in edits:
-            pieces += (text[place : max(start, place)], new)
-            place = max(end, place)
+        if finding.handling is Handling.REPLACED:
+            edits.append((given.start, given.end, _written(text, given, finding.use)))
+        elif finding.handling in CHANGES:
+            edits += [(word.start, word.end, DELETED) for word in given.words]
+    for finding in script.single_queues():
+        findings.append(finding)
+        end = finding.line + len(finding.given)
+        edits.append((finding.line, end, "".join(finding.use) or DELETED))
+
+    pieces: list[str] = []
+    place = 0
+    for start, end, new in sorted(edits):
+        pieces += (text[place : max(start, place)], new)
+        place = max(end, place)
 
     # Counting lines for each flag would be quadratic.
     line_ends = [found.start() for found in re.finditer("\n", text)]

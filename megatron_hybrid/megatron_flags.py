@@ -59,7 +59,7 @@ def report(path: Path, rewritten: Rewritten) -> list[str]:
         verb = "now" if one.handling is Handling.REPLACED else "use"
         use = f"{verb} {' '.join(one.use)}" if one.use else ""
         entry = FlagLine(f"line {one.line}: {one.given}", one.why, use)
-        if one.handling is Handling.DELETED:
+        if one.handling is Handling.DELETED and one.given.startswith("--"):
             entry = FlagLine(one.given)  # flag_answers.yaml has the reasons
         groups[one.handling.value][entry] = None  # once: a flag may be in several branches
     return [heading, *laid_out(groups)]

@@ -11,7 +11,7 @@ def peak_bytes(function: Callable[[], object]) -> int:
     """The most bytes of tensors that exist at a time while `function` runs, beyond those that were
     there. Memory that torch does not allocate, such as slabs of host memory, is not counted.
     """
-    with torch.profiler.profile(profile_memory=True) as profile:
+    with torch.profiler.profile(profile_memory=True, acc_events=True) as profile:
         function()
     assert profile.profiler is not None
     events = profile.profiler.kineto_results.events()

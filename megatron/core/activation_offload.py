@@ -159,7 +159,7 @@ class ActivationOffload:
                 behind them.
             fraction: how many of the others move, from 0 to 1, evenly spread. "auto": all in the
                 first steps; once their times are known, as many as move while layers compute, and
-                those for which the device has no room.
+                the layers for which the device has no room.
 
         Raises:
             ValueError: for a layer that is attached already or comes twice; none is attached then.
@@ -187,11 +187,8 @@ class ActivationOffload:
             return
         seconds = [[span.seconds for span in spans] for spans in self._spans.values()]
         self._spans = {COMPUTE: [], D2H: []}
-        if (
-            self._num_steps > _NUM_WARM_UP
-            and seconds[0]
-            and not any(None in one for one in seconds)
-        ):
+        is_known = bool(seconds[0]) and not any(None in times for times in seconds)
+        if is_known and self._num_steps > _NUM_WARM_UP:
             self._spans = None
             self._adapt(*(sum(filter(None, times)) for times in seconds))
 

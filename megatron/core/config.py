@@ -60,6 +60,11 @@ class ExecutionConfig:
         no_effect_unless="activation_offload",
     )
     compile_layers: bool = option(False, "compile the transformer layers with torch.compile")
+    tf32: bool = option(
+        False,
+        "multiply fp32 matrices in TF32 on a GPU: faster, with 10 bits of mantissa",
+        no_effect_unless={"bf16": False, "fp16": False},
+    )
 
     def __post_init__(self) -> None:
         check_options(self)

@@ -76,6 +76,16 @@ class Device:
         if self.is_accelerator:
             self._driver.prepare_collectives()
 
+    def order_collectives(self) -> None:
+        """Has collectives of different groups start in the order in which this process launches
+        them. Call it before the process group is made, if experts are divided over ranks.
+
+        NCCL's kernels wait on the device for their peers. Ranks that start the exchange of tokens
+        and FSDP's collectives in different orders could wait for each other forever.
+        """
+        if self.is_accelerator:
+            self._driver.order_collectives()
+
     @contextmanager
     def deterministic(self) -> Iterator[None]:
         """While open, this process computes the same bits from the same input each time; what

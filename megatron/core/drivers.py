@@ -20,8 +20,12 @@ import itertools
 import logging
 import os
 import resource
+import shutil
+import sysconfig
 from collections.abc import Iterator, MutableMapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -45,6 +49,9 @@ _OPPOSING = (
     ("TORCH_NCCL_BLOCKING_WAIT", "NCCL_BLOCKING_WAIT"),
 )
 _NO = ("0", "n", "no", "f", "false")
+_QUEUES, _MOST_QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS", 32
+# PyTorch 2.11 and 2.13 read the first of these that is set, when they allocate for the first time.
+_ALLOCATOR_SETTINGS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 
 
 class PinError(RuntimeError):
@@ -57,7 +64,7 @@ class Driver:
     Attributes:
         kind: as in `torch.device(kind)`.
         collective_backend: for `init_process_group`; carries CPU tensors too.
-        has_triton: whether Triton compiles for it.
+        has_triton: whether Triton compiles for it, on machines where `why_triton_fails` is None.
         has_varlen_attention: whether PyTorch's FlashAttention for sequences of many lengths runs on
             it.
         widens_as_it_reads: whether reductions to a wider dtype read narrow tensors as they are,
@@ -143,6 +150,9 @@ class Driver:
     def prepare_collectives(self) -> None:
         """See `Device.prepare_collectives`."""
 
+    def order_collectives(self) -> None:
+        """See `Device.order_collectives`."""
+
     def prepare_determinism(self) -> None:
         """Has the kind's libraries give the same bits for the same input, before they are used."""
 
@@ -184,6 +194,21 @@ class CudaDriver(Driver):
 
     def __init__(self) -> None:
         super().__init__("cuda")
+        self._is_prepared = False
+
+    def is_available(self) -> bool:
+        self._prepare()
+        return super().is_available()
+
+    def make_current(self, index: int) -> None:
+        self._prepare()
+        super().make_current(index)
+
+    def _prepare(self) -> None:
+        """Sets the environment that CUDA and the allocator read once, when they start."""
+        if not self._is_prepared and torch.backends.cuda.is_built():
+            self._is_prepared = True
+            prepare_cuda(os.environ, has_started=torch.cuda.is_initialized())
 
     def description(self, index: int) -> str:
         return torch.cuda.get_device_name(index)
@@ -221,6 +246,9 @@ class CudaDriver(Driver):
 
     def prepare_collectives(self) -> None:
         leave_failures_to_watchdog()
+
+    def order_collectives(self) -> None:
+        os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
 
     def prepare_determinism(self) -> None:
         choose_deterministic_algorithms()
@@ -276,6 +304,50 @@ def pin_error(nbytes: int, reason: str) -> PinError:
         f"systems apply to it, is {shown}). --no-pin-cpu-params and --no-pin-cpu-grads go on "
         "unpinned."
     )
+
+
+def why_triton_fails() -> str | None:
+    """What this machine lacks for Triton; None if it has all.
+
+    Triton brings a compiler for kernels, but builds the C code that launches them at run time.
+    """
+    if find_spec("triton") is None:
+        return "no package triton (pip install triton)"
+    named = os.environ.get("CC")
+    if not any(map(shutil.which, ["gcc", "clang"] if named is None else [named])):
+        got = "no gcc or clang in the PATH" if named is None else f"no {named}, which CC names"
+        return f"{got}; Triton compiles C at run time"
+    # As Triton looks for it; compilers look in the folders of the variables, too.
+    scheme = sysconfig.get_default_scheme().replace("posix_local", "posix_prefix")
+    folders = [sysconfig.get_paths(scheme)["include"]]
+    for name in ("CPATH", "C_INCLUDE_PATH"):
+        folders += filter(None, os.environ.get(name, "").split(os.pathsep))
+    if not any(Path(folder, "Python.h").is_file() for folder in folders):
+        return f"no Python.h in {folders[0]} (python3-dev); Triton compiles C at run time"
+    return None
+
+
+def prepare_cuda(environment: MutableMapping[str, str], *, has_started: bool) -> None:
+    """Sets what CUDA and PyTorch's allocator read from the environment when they start. The user's
+    settings stay.
+
+    Args:
+        has_started: whether CUDA has read it already, so that settings would have no effect.
+    """
+    # Each lane is a stream, and NCCL and activation offload have streams too. CUDA maps streams to
+    # queues, of which it has 8 by default; work of one queue runs in the order of its launch.
+    if environment.get(_QUEUES) == "1" and environment.get("RANK", "0") == "0":
+        logger.warning(
+            "%s=1, which Megatron-LM's scripts set, puts all streams on one hardware queue: "
+            "collectives and copies no longer overlap with computation. Unset it.",
+            _QUEUES,
+        )
+    if has_started:
+        return
+    environment.setdefault(_QUEUES, str(_MOST_QUEUES))
+    # Segments that grow in place: lengths of batches that vary leave no gaps of unusable sizes.
+    if not any(name in environment for name in _ALLOCATOR_SETTINGS):
+        environment[_ALLOCATOR_SETTINGS[-1]] = "expandable_segments:True"
 
 
 def leave_failures_to_watchdog(environment: MutableMapping[str, str] = os.environ) -> None:

@@ -31,7 +31,7 @@ from megatron.core.device import Device
 from megatron.core.issued_collectives import issuing
 from megatron.core.local_ranks import CGROUPS, lines_of, local_world_size, own_cgroups
 from megatron.core.log import counted
-from megatron.core.numa import prefer_node
+from megatron.core.numa import prefer_node, touch_from_node
 
 ARRAY_ALIGNMENT = 64  # bytes: a cache line, and the widest vector load
 _HUGE_PAGE = 2 << 20  # bytes
@@ -115,8 +115,8 @@ class HostSlab:
 
         # Before the first touch, when a page gets its place. Pinning touches all of them.
         node = device.numa_node
-        if node is not None:
-            prefer_node(address + self._begin, self.nbytes, node)
+        if node is not None and not prefer_node(address + self._begin, self.nbytes, node):
+            touch_from_node(address + self._begin, self.nbytes, node)
         if self.is_pinned:
             self._pin(mapping, device, address + self._begin)
 

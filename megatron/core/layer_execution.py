@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import torch
 from torch import nn
 
 from megatron.core.activation_offload import ActivationOffload
@@ -20,6 +21,8 @@ def check_execution(config: ExecutionConfig, device: Device) -> None:
     """ConfigError for settings that this device cannot honour."""
     if config.compile_layers:
         check_compiler([device.kind])
+    if config.tf32:
+        expect(device.is_accelerator, "--tf32", "a GPU", device.kind)
 
 
 def host_needs(config: ExecutionConfig, device: Device) -> list[HostNeed]:
@@ -38,6 +41,9 @@ def prepare_layers(
         ConfigError: for a model without transformer layers, or a machine without a compiler.
         HostMemoryError, PinError: see `HostSlab`.
     """
+    if config.tf32:
+        # For matrix products of this process. Convolutions follow torch's default, TF32.
+        torch.set_float32_matmul_precision("high")
     if not config.compile_layers and not config.activation_offload:
         return None
 

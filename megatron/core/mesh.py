@@ -171,7 +171,7 @@ _second_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup |
 
 def second_group(group: dist.ProcessGroup, device: torch.device) -> dist.ProcessGroup | None:
     """Another group of the ranks of `group`, the same one in every call; None if one machine has
-    them all, or if only some of them have made other groups. All of them must call it together.
+    them all. All of them must call it together.
 
     A communicator of NCCL carries out one operation after the other, on whichever streams they are
     issued. Two communicators overlap, and each takes its own buffers on the device, so within a
@@ -187,15 +187,15 @@ def second_group(group: dist.ProcessGroup, device: torch.device) -> dist.Process
 
 def _make_second_group(group: dist.ProcessGroup, device: torch.device) -> dist.ProcessGroup | None:
     ranks = dist.get_process_group_ranks(group)
-    # torch names a group that only its ranks make by their count of groups: with other counts, all
-    # would wait for each other under different names.
-    own = torch.tensor([zlib.crc32(local_ranks.machine().encode()), len(_world.pg_names)])
-    extremes = torch.cat([own, -own]).to(device)
+    own = zlib.crc32(local_ranks.machine().encode())
+    # The name that torch gives a group of some ranks depends on the number of groups.
+    num_groups = len(_world.pg_names)
+    extremes = torch.tensor([own, -own, num_groups, -num_groups], device=device)
     with issuing("all-reduce of the ranks' machines", extremes):
         dist.all_reduce(extremes, dist.ReduceOp.MAX, group=group)
-    machine, count, least_machine, least_count = extremes.tolist()
+    last, first, most, least = extremes.tolist()
     # A new group has its ranks in ascending order.
-    if machine == -least_machine or count != -least_count or ranks != sorted(ranks):
+    if last == -first or most != -least or ranks != sorted(ranks):
         return None
 
     made: dist.ProcessGroup = dist.new_group(

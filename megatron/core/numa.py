@@ -11,8 +11,11 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import mmap
 import os
 import platform
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 logger = logging.getLogger(__name__)
@@ -23,6 +26,7 @@ _MBIND = {
     "aarch64": 235,
 }  # numbers of the system call, which the C library does not wrap
 _MPOL_PREFERRED = 1  # not MPOL_BIND: a node that is full must not end the program
+_TOUCHING_THREADS = 8
 _WORD_BITS = 8 * ctypes.sizeof(ctypes.c_ulong)
 
 _binds = [True]  # of this process
@@ -90,3 +94,26 @@ def prefer_node(address: int, nbytes: int, node: int) -> bool:
             "Host memory is not placed on node %d: %s.", node, os.strerror(ctypes.get_errno())
         )
     return bool(status == 0)
+
+
+def touch_from_node(address: int, nbytes: int, node: int, nodes: Path = NODES) -> None:
+    """Has threads on a node's cores write zeros to memory, which is zero and has not been touched
+    yet. The system takes a page from the node of the core that touches it first.
+
+    Containers that forbid `prefer_node` allow this. Without cores there that this process may use,
+    it has no effect.
+    """
+    cores = cpus_of_node(node, nodes) & os.sched_getaffinity(0)
+    if not cores:
+        return
+
+    def touch(begin: int) -> None:
+        with suppress(OSError):  # the cores that are allowed may change at any time
+            os.sched_setaffinity(0, cores)  # of this thread alone
+        ctypes.memset(address + begin, 0, min(part, nbytes - begin))
+
+    num_threads = min(len(cores), _TOUCHING_THREADS)
+    part = -(-nbytes // (num_threads * mmap.PAGESIZE)) * mmap.PAGESIZE
+    with ThreadPoolExecutor(num_threads, "touching memory") as threads:
+        for _ in threads.map(touch, range(0, nbytes, part)):
+            pass

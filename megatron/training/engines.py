@@ -101,8 +101,19 @@ class ModuleEngine:
         """Model, optimizer, schedule and counters, as they are at the moment.
 
         Raises:
-            RuntimeError: before `initialize`.
+            RuntimeError: before `initialize`, and after a load that broke off while it was read
+                into place, until another one succeeds.
         """
+        state = self._loadable
+        if state.torn:
+            raise RuntimeError(
+                "Expected another load, got an engine after one that broke off: its "
+                f"{' and '.join(sorted(state.torn))} are partly the checkpoint's."
+            )
+        return state
+
+    @property
+    def _loadable(self) -> RunState:
         if self._state is None:
             raise RuntimeError(
                 "Expected initialize to have been called, got an engine without a model."
@@ -125,11 +136,11 @@ class ModuleEngine:
         """
         if self._state is not None:
             raise RuntimeError("Expected initialize to be called once, got a second model.")
+        check_execution(self.config.execution, self.device)
         if not isinstance(model, nn.Module):
             with torch.device("meta"):
                 model = model()
 
-        check_execution(self.config.execution, self.device)
         num_parameters = sum(parameter.numel() for parameter in model.parameters())
         config = with_known_fraction(self.config, model, self.device, self.mesh)
         self.config = config
@@ -371,15 +382,17 @@ class ModuleEngine:
         )
 
     def load(self, meta: SaveLoadMeta) -> None:
-        """Loads in place what `save` saved, on any number of ranks. All of it is read and checked
-        first.
+        """Loads in place what `save` saved, on any number of ranks. After a step, all of it is read
+        and checked first. An engine without a step reads once: it has no training to lose.
 
         Raises:
             CheckpointError: on all ranks, if it cannot be used; the engine is unchanged. A
-                CheckpointDamagedError if it is damaged, a CheckpointNotFoundError without one.
+                CheckpointDamagedError if it is damaged, a CheckpointNotFoundError without one. If
+                the engine has made no step, it may then need another load before it is used.
             ConfigError: likewise, if its schedule differs from the engine's.
         """
-        self.state.optimizer.synchronize()
+        state = self._loadable
+        state.optimizer.synchronize()
         if meta.weight_format == "hf":
             load_hf(self.model, meta.path, adds_rows=meta.adds_rows)
             return
@@ -388,7 +401,15 @@ class ModuleEngine:
         store = open_store(root)
         on_first_rank(lambda: expect_folder(store, name), f"looking for {meta.path}")
         flags = CheckpointConfig(load=root, finetune=not meta.with_optim)
-        load_checkpoint(flags, self.config.schedule, self.state, self.device, store, name)
+        load_checkpoint(
+            flags,
+            self.config.schedule,
+            state,
+            self.device,
+            store,
+            name,
+            checks_first=state.step_info != StepInfo(),
+        )
 
     def step_info(self) -> StepInfo:
         """How far training has come; a copy."""

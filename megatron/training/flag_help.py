@@ -63,6 +63,7 @@ GROUPS: dict[str, tuple[type[Any] | str, ...]] = {
     "precision": (
         "bf16",
         "fp16",
+        "tf32",
         "loss_scale",
         "initial_loss_scale",
         "min_loss_scale",

@@ -168,12 +168,11 @@ def agree_on_start(store: Store, rank: int, world_size: int, timeout: timedelta)
         _welcome_all(store, own_number, world_size, deadline)
         return own_number
 
-    _wait_for(store, ["start/welcome"], deadline)
+    welcome_key = f"start/welcome/{rank}"
+    _wait_for(store, [welcome_key], deadline)
     while True:
-        match _get(store, "start/welcome"):
-            case {"name": str(name), "to": list(numbers)} if numbers[rank : rank + 1] == [
-                own_number
-            ]:
+        match _get(store, welcome_key):
+            case {"name": str(name), "to": str(number)} if number == own_number:
                 _put(store, f"start/ready/{rank}", {"name": name})
                 return name
         _pause(deadline, "rank 0 of this start, got one of an earlier start")
@@ -182,13 +181,15 @@ def agree_on_start(store: Store, rank: int, world_size: int, timeout: timedelta)
 def _welcome_all(store: Store, name: str, world_size: int, deadline: float) -> None:
     """Rank 0's part: returns once all ranks of this start have its name."""
     hello_keys = [f"start/hello/{rank}" for rank in range(world_size)]
-    welcomed: list[str | None] = []
+    welcomed: dict[int, str | None] = {}
     _wait_for(store, hello_keys, deadline)
     while True:
-        numbers = [_text(store, key, "number") for key in hello_keys]
-        if numbers != welcomed:
-            welcomed = numbers
-            _put(store, "start/welcome", {"name": name, "to": numbers})
+        # A key for each rank: one for all would send the numbers of all ranks to each.
+        for rank, key in enumerate(hello_keys):
+            number = _text(store, key, "number")
+            if number != welcomed.get(rank):
+                welcomed[rank] = number
+                _put(store, f"start/welcome/{rank}", {"name": name, "to": number})
 
         answers = [_text(store, f"start/ready/{rank}", "name") for rank in range(1, world_size)]
         if answers.count(name) == len(answers):

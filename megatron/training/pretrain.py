@@ -100,11 +100,13 @@ def pretrain(
         ExitError: for an end with a dedicated exit code; LOST_RANK if another rank is the cause.
     """
     launch = Launch.from_environment()
+    log.configure(launch.rank, short_time=config.logging.is_short)
 
     numa.set_binding(is_on=config.device.numa_binding)
     kind = kind_of(config.device.device)
     device = Device.for_rank(kind, launch.local_rank, launch.local_world_size)
-    log.configure(launch.rank, short_time=config.logging.is_short)
+    if config.parallel.expert_model_parallel_size > 1:
+        device.order_collectives()
     providers = Providers(model_provider, datasets_provider, forward_step, flops_per_sequence)
     is_embedded = dist.is_initialized()
     # The stop conditions outlive the watchdog, which may look late at a signal and must then still

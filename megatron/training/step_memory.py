@@ -263,7 +263,7 @@ def with_known_fraction(
 
 
 def _least_memory(device: Device, mesh: DeviceMesh) -> tuple[int, int]:
-    """Returns the bytes that can be planned, and those free, on the device that has the least."""
+    """Returns the bytes that can be planned, and the free ones, on the device with the least."""
     own = [device.spare_memory_bytes(), device.memory_info()[0]]
     least = torch.tensor(own, dtype=torch.int64, device=device.torch_device)
     for axis in range(mesh.ndim):

@@ -84,7 +84,7 @@ class Answer:
 
     @property
     def activation_fraction(self) -> float | None:
-        """The largest activation offload fraction that costs nothing; None: no activations move, or
+        """The largest activation offload fraction that is hidden; None: no activations move, or
         the machine's rates are unknown.
         """
         if self.time is None or not self.time.activations:

@@ -70,7 +70,7 @@ def _fractions(answer: Answer) -> list[str]:
     if answer.machine is not None:
         rows.append(("largest one that costs nothing", _fraction(answer.largest_hidden)))
         if answer.activation_fraction is not None:
-            of_activations = "largest activation offload fraction that costs nothing"
+            of_activations = "largest activation offload fraction that is hidden"
             rows.append((of_activations, _fraction(answer.activation_fraction)))
     return [*_aligned(rows)]
 

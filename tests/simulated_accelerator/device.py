@@ -48,6 +48,7 @@ class Schedule(enum.IntEnum):
     PAUSES = 0  # each piece of work starts after a pause, drawn from the seed
     LANES_LAST = 1  # streams other than the default one run only when awaited
     DEFAULT_LAST = 2  # the default stream runs only when awaited
+    ONE_QUEUE = 3  # all streams share a queue, in the order of launches: they never overlap
 
 
 class Poison(enum.IntEnum):

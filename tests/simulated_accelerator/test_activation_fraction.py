@@ -17,6 +17,7 @@ from megatron.core.transformer.config import TransformerConfig
 from tests.helpers.ranks import run_ranks
 from tests.simulated_accelerator.helpers.behaviours import (
     DEFAULT_LAST,
+    GPU_WITH_PAUSES,
     LANES_LAST,
     WITH_PAUSES,
     Behaviour,
@@ -35,33 +36,33 @@ class Seen(NamedTuple):
     peak: int
 
 
-def _model() -> GPTModel:
+def _model(kind: str = "sim") -> GPTModel:
     torch.manual_seed(0)
     sizes = {"attention_dropout": 0.0, "hidden_dropout": 0.0}
-    return GPTModel(TransformerConfig(NUM_LAYERS, 64, 2, **sizes), 64).to("sim")
+    return GPTModel(TransformerConfig(NUM_LAYERS, 64, 2, **sizes), 64).to(kind)
 
 
-def _tokens(step: int) -> torch.Tensor:
+def _tokens(step: int, kind: str) -> torch.Tensor:
     generator = torch.Generator().manual_seed(step)
-    return torch.randint(64, (4, 32), generator=generator).pin_memory().to("sim")
+    return torch.randint(64, (4, 32), generator=generator).pin_memory().to(kind)
 
 
 def _step(model: GPTModel, step: int) -> torch.Tensor:
-    tokens = _tokens(step)
+    tokens = _tokens(step, model.embedding.word_embeddings.weight.device.type)
     loss = model(tokens, tokens.roll(-1, 1)).mean()
     loss.backward()
     return loss.detach()
 
 
-def _seen(fraction: float) -> Seen:
-    model = _model()
-    offload = ActivationOffload(Device("sim"), 16 << 20, smallest_nbytes=1024)
+def _seen(fraction: float, kind: str) -> Seen:
+    model, module = _model(kind), torch.get_device_module(kind)
+    offload = ActivationOffload(Device(kind), 16 << 20, smallest_nbytes=1024)
     offload.attach(model.decoder.layers, fraction=fraction)
     losses = []
     for step in range(2):  # the second one has gradients from the start
         gc.collect()
-        torch.sim.synchronize()  # type: ignore[attr-defined]
-        torch.sim.reset_peak_memory_stats()  # type: ignore[attr-defined]
+        module.synchronize()
+        module.reset_peak_memory_stats()
         before = torch.accelerator.memory_allocated()
         losses.append(_step(model, step))
         peak = torch.accelerator.max_memory_allocated() - before
@@ -71,12 +72,12 @@ def _seen(fraction: float) -> Seen:
 
 def _seen_on_device(behaviour: Behaviour) -> list[Seen]:
     with behaviour.applied():
-        return [_seen(fraction) for fraction in FRACTIONS]
+        return [_seen(fraction, behaviour.kind) for fraction in FRACTIONS]
 
 
-@these_behaviours(LANES_LAST, DEFAULT_LAST, WITH_PAUSES)
+@these_behaviours(LANES_LAST, DEFAULT_LAST, WITH_PAUSES, GPU_WITH_PAUSES)
 def test_the_more_layers_move_the_less_memory_a_step_takes(behaviour: Behaviour) -> None:
-    (found,) = run_ranks(1, _seen_on_device, behaviour, device="sim")
+    (found,) = run_ranks(1, _seen_on_device, behaviour, device=behaviour.kind)
     assert [seen[:2] for seen in found] == [found[0][:2]] * len(FRACTIONS)
     peaks = [seen.peak for seen in found]
     assert peaks == sorted(peaks, reverse=True)

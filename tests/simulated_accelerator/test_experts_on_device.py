@@ -16,6 +16,7 @@ from tests.helpers.mixtures import OFFLOADED, Trained, mixture_engine, train
 from tests.helpers.ranks import on_ranks, rank_device, run_ranks
 from tests.simulated_accelerator.helpers.behaviours import (
     LANES_LAST,
+    ONE_QUEUE,
     Behaviour,
     all_behaviours,
 )
@@ -47,7 +48,7 @@ def _expected(is_offloaded: bool) -> Trained:
 
 
 @pytest.mark.parametrize("is_offloaded", [True, pytest.param(False, marks=pytest.mark.wide)])
-@all_behaviours(LANES_LAST)
+@all_behaviours(LANES_LAST, ONE_QUEUE)
 def test_experts_divided_over_devices_give_the_numbers_of_the_cpu(behaviour, is_offloaded):
     expected = _expected(is_offloaded)
     ranks = run_ranks(2, _on_device, is_offloaded, behaviour, device="sim")

@@ -10,8 +10,8 @@ import itertools
 import threading
 import time
 import weakref
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import pytest
@@ -39,6 +39,14 @@ from megatron.core.dtensors import local_tensor
 from megatron.core.lanes import Event, relay
 from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDeviceOptimizer
 from tests.helpers.ranks import run_ranks
+from tests.simulated_accelerator.helpers import engines
+from tests.simulated_accelerator.helpers.behaviours import (
+    DEFAULT_LAST,
+    LANES_LAST,
+    WITH_PAUSES,
+    Behaviour,
+    these_behaviours,
+)
 
 pytestmark = pytest.mark.sim
 
@@ -280,16 +288,23 @@ def test_optimizers_of_pytorch_step_lists_by_default_as_on_plain_parameters(stra
     assert found == [(True, True)] * 2
 
 
+@contextmanager
+def on_machines(num_machines: int) -> Iterator[None]:
+    """While open, models are sharded as over so many machines."""
+    with pytest.MonkeyPatch.context() as patch:
+        # Ranks of other tests have the same process group, on one machine.
+        patch.setattr(meshes, "_second_groups", weakref.WeakKeyDictionary())
+        patch.setattr(local_ranks, "machine", lambda: str(dist.get_rank() % num_machines))
+        yield
+
+
 def _gathers_during_a_reduction(num_machines: int) -> tuple[bool, bool]:
     """Whether gathers of a backward are done while its first reduction has not started, and whether
     the gradients are right in the end.
     """
     import tests.simulated_accelerator.device as sim
 
-    with pytest.MonkeyPatch.context() as patch:
-        # Ranks of other tests have the same process group, on one machine.
-        patch.setattr(meshes, "_second_groups", weakref.WeakKeyDictionary())
-        patch.setattr(local_ranks, "machine", lambda: str(dist.get_rank() % num_machines))
+    with on_machines(num_machines):
         model, context = shard("optim_grads_params")
     model(own_batch()).sum().backward()
     expected = [parameter.grad.to_local().clone() for parameter in model.parameters()]
@@ -317,6 +332,27 @@ def test_gathers_overlap_reductions_between_machines_and_follow_them_within_one(
     is_overlapped = num_machines > 1
     found = run_ranks(2, _gathers_during_a_reduction, num_machines, device="sim")
     assert found == [(is_overlapped, True)] * 2
+
+
+def _courses(behaviour: Behaviour) -> list[object]:
+    found: list[object] = []
+    new_group = dist.new_group
+    with behaviour.applied(), pytest.MonkeyPatch.context() as patch:
+        # With local synchronization, torch repeats the names of destroyed groups, whose addresses
+        # are still in the store of this pool of ranks.
+        patch.setattr(dist, "new_group", lambda ranks, **_: new_group(ranks))
+        for num_machines in (1, 2):
+            with on_machines(num_machines):
+                engine = engines.make_engine("zero3", "sim")
+            found.append(engines.train(engine, "sim", range(3)).numbers)
+            torch.accelerator.synchronize()
+    return found
+
+
+@these_behaviours(LANES_LAST, DEFAULT_LAST, WITH_PAUSES)
+def test_training_over_two_machines_has_the_bits_of_one(behaviour: Behaviour) -> None:
+    for on_one, on_two in run_ranks(2, _courses, behaviour, device="sim"):
+        assert on_one == on_two
 
 
 class Unlike(nn.Module):

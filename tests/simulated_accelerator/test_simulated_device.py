@@ -96,6 +96,47 @@ def test_a_stream_that_comes_last_comes_some_time() -> None:
         assert ends(waiting), "another rank may wait for this stream"
 
 
+@pytest.mark.parametrize("is_one_queue", [False, True])
+def test_streams_that_share_a_queue_wait_for_each_others_earlier_work(is_one_queue):
+    [is_done] = run_ranks(1, _beside_a_held_stream, is_one_queue, device="sim")
+    assert is_done != is_one_queue
+
+
+def _beside_a_held_stream(is_one_queue: bool) -> bool:
+    import tests.simulated_accelerator.device as sim
+
+    current, side = torch.accelerator.current_stream(), torch.Stream("sim")
+    value = torch.zeros((), device="sim")
+    torch.accelerator.synchronize()
+    schedule = sim.Schedule.ONE_QUEUE if is_one_queue else sim.Schedule.PAUSES
+    with sim.configured(schedule=schedule):
+        with side:
+            value.add_(1)
+        side.synchronize()
+        with sim.held(current):
+            with side:
+                value.add_(1)
+            is_done = ends(started(side.synchronize), A_MOMENT if is_one_queue else _LONG)
+        side.synchronize()
+        assert value.item() == 2
+    return is_done
+
+
+@on_ranks(1, device="sim")
+def test_a_full_launch_queue_keeps_its_place_in_the_queue_that_all_streams_share() -> None:
+    import tests.simulated_accelerator.device as sim
+
+    side = torch.Stream("sim")
+    value = torch.zeros((), device="sim")
+    torch.accelerator.synchronize()
+    with sim.configured(schedule=sim.Schedule.ONE_QUEUE, queue_depth=4):
+        for _ in range(20):
+            with side:
+                value.mul_(2)
+            value.add_(1)
+        assert value.item() == float(2**20 - 1)
+
+
 @on_ranks(1, device="sim")
 def test_a_launch_waits_while_the_queue_is_full() -> None:
     import tests.simulated_accelerator.device as sim

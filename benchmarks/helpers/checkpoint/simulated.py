@@ -99,12 +99,17 @@ def tensors_of(weights: Sequence[Named]) -> list[SavedAs]:
 
 
 def flat_tensors(
-    layouts: dict[str, GlobalLayout], num_ranks: int, *, is_whole: bool = False
+    layouts: dict[str, GlobalLayout],
+    num_ranks: int,
+    *,
+    is_whole: bool = False,
+    rank: int | None = None,
 ) -> list[SavedAs]:
     """All tensors in the order of a save, made anew for each as `collect` does.
 
     Args:
-        is_whole: with step counters, and with every rank's random states.
+        is_whole: with step counters and random states.
+        rank: whose random states; None: every rank's, which only rank 0 describes.
     """
     mesh, everyone = RankMesh((num_ranks,), tuple(range(num_ranks))), range(num_ranks)
     alike: dict[FlatShards, FlatShards] = {}
@@ -123,7 +128,7 @@ def flat_tensors(
             shape = (nbytes,)
             found += [
                 SavedAs(f"rng.{r}.{kind}", torch.uint8, shape, replicated(shape, (r,)))
-                for r in everyone
+                for r in (everyone if rank is None else (rank,))
             ]
     return found
 

@@ -20,6 +20,7 @@ from torch.amp.grad_scaler import GradScaler
 
 import megatron.core.optimizer.scaled_states as scaled_states
 from megatron.core.distributed.fsdp.parameter_group import FsdpParameterGroup, group_of
+from megatron.core.drivers import kinds_of_accelerators
 from megatron.core.dtensors import local_tensor
 from megatron.core.dtypes import FLOAT_DTYPES
 from megatron.core.lanes import Event
@@ -135,6 +136,10 @@ class RuleOptimizer(PlanningOptimizer):
         self._num_host_threads = num_host_threads
         super().__init__(params, rule.defaults_with(options))
         self._make_parts()
+        # Trying a kernel takes time, and may tell the user something: not at the first step.
+        for device in {local_tensor(parameter).device for parameter in self._parameters()}:
+            if device.type in kinds_of_accelerators():
+                self._kernel(device)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As in torch.optim. ValueError for groups that the constructor would reject."""
@@ -267,8 +272,8 @@ class RuleOptimizer(PlanningOptimizer):
         After an error no parameter has been stepped.
 
         Raises:
-            RuntimeError: for gradients that are partial sums, for GPU tensors without Triton, and
-                for a second step before the grad_scaler's `update`.
+            RuntimeError: for gradients that are partial sums, and for a second step before the
+                grad_scaler's `update`.
             ValueError: for a gradient or state that is not distributed, shaped and placed as its
                 parameter, for a gradient in an attribute that is not read, and for a grad_scale
                 that is not finite.

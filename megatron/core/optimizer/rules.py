@@ -166,10 +166,8 @@ class Adam(UpdateRule):
         return HostKernel(lambda pieces, grad_scale: pool.submit([*pieces], grad_scale).wait)
 
     def device_kernel(self, device: torch.device) -> Kernel:
-        if not driver_of(device.type).has_triton:
-            return torch_adam.run
-        device_adam.check_available()
-        return device_adam.run
+        has_triton = driver_of(device.type).has_triton and device_adam.works_on(device)
+        return device_adam.run if has_triton else torch_adam.run
 
 
 class ElementwiseRule(UpdateRule):

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron.core.drivers import kernels_of
+from megatron.core.drivers import kernels_of, why_triton_fails
 from megatron.core.fp32_module import Fp32Module
 from megatron.core.log import printable
 from megatron.core.transformer.causal_conv import CausalConv1d
@@ -225,6 +225,8 @@ def _fla_kernel() -> Callable[..., tuple[Tensor, Any]] | None:
     try:
         module = importlib.import_module("fla.ops.gated_delta_rule")
         kernel: Callable[..., tuple[Tensor, Any]] = module.chunk_gated_delta_rule
+        if missing := why_triton_fails():
+            raise RuntimeError(missing)
     except Exception as error:  # a release that does not fit torch or Triton fails in any way
         logger.info(
             "Gated delta nets are computed by PyTorch: flash-linear-attention cannot be used (%s).",

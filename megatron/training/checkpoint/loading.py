@@ -2,8 +2,8 @@
 
 All ranks first agree that a checkpoint fits, and then read its tensors into place. At the start of
 a run, tensors are verified as they arrive: if one is damaged, an older checkpoint overwrites them,
-or the run ends. A live engine must keep its state: all data is read and verified first, and then
-read again.
+or the run ends. An engine that has made steps must keep its state: all data is read and verified
+first, and then read again.
 
 Data that the flags do not request is not read, so it is never a reason to reject a checkpoint. With
 `--finetune`, any directory that has the model's weights is accepted, and so is any schedule or
@@ -229,7 +229,7 @@ def load_checkpoint(
 
     Raises:
         CheckpointDamagedError: without `checks_first`, tensors of `state` may have been overwritten
-            in part. Another checkpoint for the same `config` overwrites all of them.
+            in part; `state.torn` names them until another checkpoint overwrites all of them.
         CheckpointError, ConfigError: `state` has not been changed, unless a file that could be read
             a moment ago could not be read again.
     """
@@ -291,7 +291,13 @@ class _Load:
         flags, store, name = self.flags, self.store, self.name
 
         def open_it() -> tuple[PublishedCheckpoint, RunData | None]:
-            checkpoint = PublishedCheckpoint.open(store, name, verify=flags.verify_checkpoint)
+            checkpoint = PublishedCheckpoint.open(
+                store,
+                name,
+                verify=flags.verify_checkpoint,
+                rank=dist.get_rank(),
+                world_size=dist.get_world_size(),
+            )
             return checkpoint, self._run_data(lambda: checkpoint.train_state)
 
         checkpoint, run = on_all_ranks(open_it)
@@ -316,7 +322,10 @@ class _Load:
 
         wanted, extras = on_all_ranks(check)
         # Without that check, only another checkpoint or the end of the run may follow an error.
+        parts = {"weights", "states"} if self.with_states else {"weights"}
+        self.state.torn |= parts
         on_all_ranks(lambda: load_entries(checkpoint, contents, wanted))
+        self.state.torn -= parts
         extras.install(self.state, self.device)
         return None if run is None else run.info
 

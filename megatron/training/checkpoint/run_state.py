@@ -11,7 +11,7 @@ import secrets
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -48,12 +48,17 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class RunState:
-    """The state that a checkpoint covers."""
+    """The state that a checkpoint covers.
+
+    Attributes:
+        torn: the parts, weights and states, into which a load has read something, but not all.
+    """
 
     model: nn.Module
     optimizer: DistributedOptimizer
     schedule: LRSchedule
     step_info: StepInfo
+    torn: set[str] = field(default_factory=set)
 
     def info(
         self,

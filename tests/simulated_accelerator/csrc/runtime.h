@@ -18,6 +18,7 @@ enum class Schedule : int {
   kPauses = 0,       // each piece of work begins after a random pause
   kLanesLast = 1,    // all but the default stream do nothing until something waits for them
   kDefaultLast = 2,  // the default stream does nothing until something waits for it
+  kOneQueue = 3,     // all streams of a device run one piece of work at a time, in the order of their launches
 };
 
 // When memory that was let go of is overwritten, with 0xFF: NaN in every floating-point dtype.

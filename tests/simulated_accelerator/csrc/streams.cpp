@@ -28,6 +28,19 @@ Registry& registry() {
   return *made;
 }
 
+// The hardware queue that all streams of a device share in `Schedule::kOneQueue`, as with
+// CUDA_DEVICE_MAX_CONNECTIONS=1: work whose turn has come keeps all later work waiting, of any stream.
+struct OneQueue {
+  std::mutex mutex;
+  std::condition_variable advanced;
+  uint64_t num_issued = 0, num_done = 0;
+};
+
+OneQueue& one_queue(int device) {
+  static auto* const made = new OneQueue[kNumDevices];
+  return made[device];
+}
+
 thread_local int64_t t_current[kNumDevices] = {};
 std::atomic<bool> g_is_stopping{false};
 std::atomic<int> g_num_running{0};
@@ -107,15 +120,24 @@ void Stream::push(std::function<void()> work) {
     lock.lock();
     demand(issued_);
     advanced_.wait(lock, has_room);
-    queue_.push_back(std::move(work));
-    ++issued_;
+    add(std::move(work));
     lock.unlock();
   } else {
-    queue_.push_back(std::move(work));
-    ++issued_;
+    add(std::move(work));
     lock.unlock();
   }
   queued_.notify_one();
+}
+
+void Stream::add(std::function<void()> work) {
+  uint64_t turn = 0;
+  if (settings().schedule == Schedule::kOneQueue) {
+    auto& shared = one_queue(device);
+    std::lock_guard<std::mutex> lock(shared.mutex);
+    turn = ++shared.num_issued;
+  }
+  queue_.push_back({std::move(work), turn});
+  ++issued_;
 }
 
 void Stream::wait_for(Marker marker) {
@@ -161,7 +183,7 @@ bool Stream::is_lazy() const {
   }
 }
 
-std::function<void()> Stream::next() {
+Stream::Work Stream::next() {
   std::unique_lock<std::mutex> lock(mutex_);
   queued_.wait(lock, [this] { return !queue_.empty(); });
   if (is_lazy()) {
@@ -181,7 +203,12 @@ void Stream::run() {
   uint64_t seed = ~settings().seed;
 
   while (true) {
-    auto work = next();
+    auto [work, turn] = next();
+    auto& shared = one_queue(device);
+    if (turn > 0) {
+      std::unique_lock<std::mutex> lock(shared.mutex);
+      shared.advanced.wait(lock, [&shared, own = turn] { return shared.num_done == own - 1; });
+    }
     if (const int64_t most = settings().max_pause_us; most > 0 && settings().schedule == Schedule::kPauses) {
       if (seed != settings().seed) random.seed((seed = settings().seed) + 7919 * id + 31 * device);
       // Mostly short, sometimes long: a stream must get far ahead of another now and then.
@@ -205,6 +232,13 @@ void Stream::run() {
       ++done_;
     }
     advanced_.notify_all();
+    if (turn > 0) {
+      {
+        std::lock_guard<std::mutex> lock(shared.mutex);
+        shared.num_done = turn;
+      }
+      shared.advanced.notify_all();
+    }
   }
 }
 

@@ -73,14 +73,20 @@ class Stream {
  private:
   friend struct Marker;
 
+  struct Work {
+    std::function<void()> run;
+    uint64_t turn;  // in the device's one queue, from 1; 0: of no such queue
+  };
+
   void run();
-  std::function<void()> next();
+  void add(std::function<void()> work);  // with the mutex
+  Work next();
   bool is_lazy() const;
   void demand(uint64_t position);  // with the mutex
 
   std::mutex mutex_;
   std::condition_variable queued_, advanced_;
-  std::deque<std::function<void()>> queue_;
+  std::deque<Work> queue_;
   uint64_t issued_ = 0;    // pieces of work that were queued
   uint64_t done_ = 0;      // of these
   uint64_t demanded_ = 0;  // of these, what something has waited for

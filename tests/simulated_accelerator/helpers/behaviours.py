@@ -49,15 +49,16 @@ class Behaviour(NamedTuple):
     def __str__(self) -> str:
         if self.kind == "cuda":
             return "GPU" if self.seed is None else f"GPU, pauses {self.seed}"
-        order = (f"pauses {self.seed}", "lanes last", "default last")[self.schedule]
+        order = (f"pauses {self.seed}", "lanes last", "default last", "one queue")[self.schedule]
         return f"{order}, poison when {('', 'freed', 'reused')[self.poison]}"
 
 
-_PAUSES, _LANES_LAST, _DEFAULT_LAST = range(3)
+_PAUSES, _LANES_LAST, _DEFAULT_LAST, _ONE_QUEUE = range(4)
 _WHEN_FREED, _WHEN_REUSED = 1, 2
 
 LANES_LAST = Behaviour("sim", _LANES_LAST, _WHEN_REUSED)
 DEFAULT_LAST = Behaviour("sim", _DEFAULT_LAST, _WHEN_FREED)
+ONE_QUEUE = Behaviour("sim", _ONE_QUEUE, _WHEN_REUSED)
 WITH_PAUSES = Behaviour("sim", _PAUSES, _WHEN_REUSED, seed=3)
 GPU, GPU_WITH_PAUSES = Behaviour("cuda"), Behaviour("cuda", seed=3)
 
@@ -68,7 +69,7 @@ ALL = (
     ),
     *(
         Behaviour("sim", order, poison)
-        for order in (_LANES_LAST, _DEFAULT_LAST)
+        for order in (_LANES_LAST, _DEFAULT_LAST, _ONE_QUEUE)
         for poison in (_WHEN_FREED, _WHEN_REUSED)
     ),
 )

@@ -90,9 +90,9 @@ CASES = {
     "offload fp16": Case(
         _offloaded(0.5, **_ALL_OVERLAPS, initial_loss_scale=2.0**12), dtype="fp16"
     ),
-    "offload streamed": Case(_offloaded(**_ALL_OVERLAPS, optimizer_update_on_device="1")),
+    "offload streamed": Case(_offloaded(**_ALL_OVERLAPS, optimizer_update_on_device=1.0)),
     "offload streamed half": Case(
-        _offloaded(**_ALL_OVERLAPS, optimizer_update_on_device="0.5"),
+        _offloaded(**_ALL_OVERLAPS, optimizer_update_on_device=0.5),
         DataParallelConfig(data_parallel_sharding_strategy="optim"),
     ),
     "offload in order": Case(OptimizerConfig(optimizer_cpu_offload=True)),

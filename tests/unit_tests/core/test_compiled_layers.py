@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -178,9 +179,13 @@ def _trained() -> list[list[float]]:
 def test_a_machine_without_a_compiler_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "")
     monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.delenv("CC", raising=False)
     with pytest.raises(ConfigError, match=r"a C\+\+ compiler, .* no (g|clang)\+\+ in"):
         compile_layers(build())
     check_compiler(["a kind with kernels of its own"])
+    if importlib.util.find_spec("triton"):
+        with pytest.raises(ConfigError, match=r"--compile-layers: .* no gcc or clang"):
+            check_compiler(["cuda"])
 
 
 def test_folders_that_the_compiler_cannot_name_are_refused(

@@ -1,6 +1,10 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
+import sysconfig
+from importlib.util import find_spec
 from types import SimpleNamespace
 
 import pytest
@@ -19,7 +23,9 @@ from megatron.core.drivers import (
     kernels_of,
     kinds_of_accelerators,
     leave_failures_to_watchdog,
+    prepare_cuda,
     register_driver,
+    why_triton_fails,
 )
 from megatron.core.options import ConfigError
 
@@ -242,6 +248,120 @@ def test_a_gpu_prepares_for_a_watchdog_and_the_cpu_need_not(monkeypatch):
     assert not OURS.keys() & os.environ.keys()
     Device("cuda").prepare_collectives()
     assert {name: os.environ[name] for name in OURS} == OURS
+
+
+PREPARED = {
+    "CUDA_DEVICE_MAX_CONNECTIONS": "32",
+    "PYTORCH_ALLOC_CONF": "expandable_segments:True",
+}
+
+
+def test_cuda_starts_with_a_queue_for_each_stream_and_segments_that_grow(caplog):
+    environment: dict[str, str] = {}
+    prepare_cuda(environment, has_started=False)
+    assert environment == PREPARED
+    assert caplog.records == []
+
+    environment = {}
+    prepare_cuda(environment, has_started=True)
+    assert environment == {}, "CUDA would not read it any more"
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"CUDA_DEVICE_MAX_CONNECTIONS": "8"},
+        {"PYTORCH_ALLOC_CONF": "max_split_size_mb:512"},
+        {"PYTORCH_CUDA_ALLOC_CONF": "backend:cudaMallocAsync"},
+    ],
+)
+def test_what_the_user_has_set_for_cuda_stays(given, caplog):
+    environment = dict(given)
+    prepare_cuda(environment, has_started=False)
+    expected = {**PREPARED, **given}
+    if "PYTORCH_CUDA_ALLOC_CONF" in given:
+        del expected["PYTORCH_ALLOC_CONF"]
+    assert environment == expected
+    assert caplog.records == []
+
+
+@pytest.mark.parametrize("has_started", [False, True])
+@pytest.mark.parametrize(("rank", "num_warnings"), [(None, 1), ("0", 1), ("1", 0)])
+def test_a_single_queue_stays_with_a_warning_of_the_first_rank(
+    has_started, rank, num_warnings, caplog
+):
+    environment = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"} | ({} if rank is None else {"RANK": rank})
+    prepare_cuda(environment, has_started=has_started)
+    assert environment["CUDA_DEVICE_MAX_CONNECTIONS"] == "1"
+    assert len(caplog.records) == num_warnings
+
+
+@pytest.mark.parametrize("use", [lambda d: d.is_available(), lambda d: d.make_current(0)])
+def test_the_environment_is_set_once_and_before_cuda_is_asked_for_anything(use, monkeypatch):
+    for name in PREPARED:
+        monkeypatch.setenv(name, "")  # so that later settings go again
+        monkeypatch.delenv(name)
+    monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF", raising=False)
+    monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: True)
+    seen = []
+
+    def look(*_args: object) -> bool:
+        seen.append({name: os.environ.get(name) for name in PREPARED})
+        return True
+
+    monkeypatch.setattr(torch.cuda, "is_available", look)
+    monkeypatch.setattr(torch.cuda, "set_device", look)
+    driver = CudaDriver()
+    use(driver)
+    assert seen == [PREPARED]
+    monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS")
+    use(driver)
+    assert "CUDA_DEVICE_MAX_CONNECTIONS" not in os.environ
+
+
+@pytest.mark.skipif(not torch.backends.cuda.is_built(), reason="needs PyTorch built with CUDA")
+def test_pytorch_reads_the_allocators_settings_after_it_has_been_imported():
+    program = (
+        "import os, torch; os.environ['PYTORCH_ALLOC_CONF'] = 'expandable_segments:neither'; "
+        "torch._C._accelerator_setAllocatorSettings('max_split_size_mb:64')"
+    )
+    environment = {k: v for k, v in os.environ.items() if "ALLOC_CONF" not in k}
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=environment, capture_output=True, text=True
+    )
+    assert "neither" in done.stderr, "an error about the value"
+
+
+def test_collectives_of_a_gpu_start_in_the_order_of_their_launch_when_asked(monkeypatch):
+    monkeypatch.setenv("NCCL_LAUNCH_ORDER_IMPLICIT", "0")
+    Device("cuda").order_collectives()
+    assert os.environ["NCCL_LAUNCH_ORDER_IMPLICIT"] == "0", "the user's"
+    monkeypatch.delenv("NCCL_LAUNCH_ORDER_IMPLICIT")
+    Device("cpu").order_collectives()
+    assert "NCCL_LAUNCH_ORDER_IMPLICIT" not in os.environ
+    Device("cuda").order_collectives()
+    assert os.environ["NCCL_LAUNCH_ORDER_IMPLICIT"] == "1"
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton")
+def test_triton_needs_a_c_compiler_and_the_headers_of_python(monkeypatch, tmp_path):
+    for name in ("CC", "CPATH", "C_INCLUDE_PATH"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert "gcc" in (why_triton_fails() or "")
+    monkeypatch.setenv("CC", "mycc")
+    assert "mycc" in (why_triton_fails() or "")
+
+    (tmp_path / "mycc").write_text("#!/bin/sh\n")
+    (tmp_path / "mycc").chmod(0o755)
+    monkeypatch.setattr(sysconfig, "get_paths", lambda _scheme: {"include": f"{tmp_path}/python"})
+    assert f"no Python.h in {tmp_path}/python" in (why_triton_fails() or "")
+    (tmp_path / "Python.h").touch()
+    monkeypatch.setenv("CPATH", f":{tmp_path}")
+    assert why_triton_fails() is None
+
+    monkeypatch.setattr(drivers, "find_spec", lambda _name: None)
+    assert "triton" in (why_triton_fails() or "")
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,11 @@
 from __future__ import annotations
 
 import ctypes
+import mmap
+import os
 import platform
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +14,7 @@ from hypothesis import strategies as st
 
 from megatron.core.device import Device
 from megatron.core.host_memory import HostSlab
-from megatron.core.numa import cpus_of_node, num_nodes, parse_cpus, prefer_node
+from megatron.core.numa import cpus_of_node, num_nodes, parse_cpus, prefer_node, touch_from_node
 
 
 def listed(cpus: set[int]) -> str:
@@ -86,10 +89,17 @@ def test_the_kernel_is_told_the_range_and_the_node_as_a_bit(monkeypatch):
 
 
 def test_slabs_lie_near_to_the_device_and_are_placed_before_they_are_pinned(monkeypatch):
-    asked: list[tuple[str, int, int]] = []
+    asked: list[tuple[Any, ...]] = []
+    can_place = [True]
+
+    def place(address: int, _: int, node: int) -> bool:
+        asked.append(("place", address, node))
+        return can_place[0]
+
+    monkeypatch.setattr("megatron.core.host_memory.prefer_node", place)
     monkeypatch.setattr(
-        "megatron.core.host_memory.prefer_node",
-        lambda address, _, node: asked.append(("place", address, node)),
+        "megatron.core.host_memory.touch_from_node",
+        lambda address, nbytes, node: asked.append(("touch", address, nbytes, node)),
     )
     monkeypatch.setattr(Device, "pins_host_memory", property(lambda _: True))
     monkeypatch.setattr(
@@ -103,3 +113,40 @@ def test_slabs_lie_near_to_the_device_and_are_placed_before_they_are_pinned(monk
     slab = HostSlab(5000, Device("cpu"), is_pinned=True, purpose="gradients")
     address = slab.tensor(0, 1, torch.uint8).data_ptr()
     assert asked == [("place", address, 3), ("pin", address, 5000)]
+
+    can_place[0] = False
+    asked.clear()
+    slab = HostSlab(5000, Device("cpu"), is_pinned=True, purpose="gradients")
+    address = slab.tensor(0, 1, torch.uint8).data_ptr()
+    assert asked == [("place", address, 3), ("touch", address, 5000, 3), ("pin", address, 5000)]
+
+
+@pytest.mark.parametrize("nbytes", [1, 4096, 5000, (3 << 20) + 5])
+@pytest.mark.parametrize("num_cores", [1, 2])
+def test_threads_of_a_node_touch_all_of_a_slab_where_its_place_cannot_be_asked_for(
+    nbytes, num_cores, monkeypatch, tmp_path
+):
+    allowed = os.sched_getaffinity(0)
+    cores = set(sorted(allowed)[:num_cores])
+    nodes = make_nodes(tmp_path, {3: listed(cores).strip()})
+    touched: list[tuple[int, int, set[int]]] = []
+    fill = ctypes.memset
+
+    def memset(address: int, value: int, count: int) -> int:
+        touched.append((address, address + count, os.sched_getaffinity(0)))
+        return fill(address, value, count)
+
+    monkeypatch.setattr(ctypes, "memset", memset)
+    memory = mmap.mmap(-1, nbytes + 1)
+    memory[nbytes] = 7
+    address = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
+    touch_from_node(address, nbytes, 3, nodes)
+    begins, ends, places = zip(*sorted(touched), strict=True)
+    assert [*begins, address + nbytes] == [address, *ends]
+    assert all(place == cores for place in places)
+    assert memory[nbytes] == 7
+    assert os.sched_getaffinity(0) == allowed, "of this thread"
+
+    touched.clear()
+    touch_from_node(address, nbytes, 4, nodes)
+    assert touched == [], "there is no such node"

@@ -322,3 +322,58 @@ def test_positions_that_are_not_given_are_others_here():
     text = "torchrun pretrain_gpt.py --hidden-size 8\n"
     assert outcomes(text) == {"--position-embedding-type": Handling.DEFAULT}
     assert rewrite(text).text == text
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("export CUDA_DEVICE_MAX_CONNECTIONS=1\n", ""),
+        ("export CUDA_DEVICE_MAX_CONNECTIONS=1 # for TP\n", "# for TP\n"),
+        ("export CUDA_DEVICE_MAX_CONNECTIONS=${CUDA_DEVICE_MAX_CONNECTIONS:-1}\n", ""),
+        ("export A=2\nexport CUDA_DEVICE_MAX_CONNECTIONS='1'\r\nB=3\n", "export A=2\nB=3\n"),
+        # Where bash needs a word or a statement, it gets one.
+        (
+            "if a; then\nexport CUDA_DEVICE_MAX_CONNECTIONS=1\nfi\n",
+            "if a; then\nexport CUDA_DEVICE_MAX_CONNECTIONS=32\nfi\n",
+        ),
+        (
+            "cd x && export CUDA_DEVICE_MAX_CONNECTIONS=1 && cd y\n",
+            "cd x && export CUDA_DEVICE_MAX_CONNECTIONS=32 && cd y\n",
+        ),
+        (
+            "cd x && \\\nexport CUDA_DEVICE_MAX_CONNECTIONS=1\n",
+            "cd x && \\\nexport CUDA_DEVICE_MAX_CONNECTIONS=32\n",
+        ),
+        (
+            'docker run -e "CUDA_DEVICE_MAX_CONNECTIONS=1" image\n',
+            'docker run -e "CUDA_DEVICE_MAX_CONNECTIONS=32" image\n',
+        ),
+        (
+            "export A=2 CUDA_DEVICE_MAX_CONNECTIONS=1\n",
+            "export A=2 CUDA_DEVICE_MAX_CONNECTIONS=32\n",
+        ),
+    ],
+)
+def test_a_single_hardware_queue_goes_with_a_reason(before, after):
+    found = rewrite(f"{before}{COMMAND} --manual-gc --lr 1\n")
+    assert found.text == f"{after}{COMMAND} --lr 1\n"
+    ours = [one for one in found.findings if "CUDA_DEVICE_MAX_CONNECTIONS" in one.given]
+    assert [one.line for one in ours] == [before[: before.index("CUDA_")].count("\n") + 1]
+    assert ours[0].why in " ".join(" ".join(megatron_flags.report(Path("x.sh"), found)).split())
+    subprocess.run(["bash", "-n", "-c", found.text], check=True)
+    assert rewrite(found.text).text == found.text
+
+
+@pytest.mark.parametrize(
+    "kept",
+    [
+        "export CUDA_DEVICE_MAX_CONNECTIONS=8",
+        "export CUDA_DEVICE_MAX_CONNECTIONS=10",
+        "# export CUDA_DEVICE_MAX_CONNECTIONS=1",
+        "unset CUDA_DEVICE_MAX_CONNECTIONS",
+        "export MY_CUDA_DEVICE_MAX_CONNECTIONS=1",
+    ],
+)
+def test_other_numbers_of_hardware_queues_stay(kept):
+    text = f"{kept}\n{COMMAND} --lr 1\n"
+    assert rewrite(text).text == text

@@ -81,6 +81,26 @@ def refused(capsys: Any, *argv: str) -> str:
     return str(line)
 
 
+@pytest.mark.parametrize("main_grads", ["fp32", "bf16"])
+def test_sums_over_the_microbatches_of_instances_take_memory_while_they_are_reduced(main_grads):
+    flags = [*FLAGS, "--num-distributed-optimizer-instances", "2", "--main-grads-dtype", main_grads]
+    one, many = (
+        PlannedRun([*flags, "--global-batch-size", str(size)], 4, "cuda").memory(None)
+        for size in (4, 16)
+    )
+    groups = [*one.states.shards.groups]
+    sums = [group.partial_grads_nbytes for group in groups]
+    assert many.in_use.in_backward - one.in_use.in_backward == sum(sums) - 2 * max(sums) > 0
+    # Sums in bf16 are widened before they are sent.
+    widened = [2 * nbytes if main_grads == "bf16" else 0 for nbytes in sums]
+    assert [group.reduction_nbytes for group in groups] == widened
+    on_cpu = PlannedRun([*flags, "--global-batch-size", "16"], 4, "cpu").memory(None)
+    whole = [group.whole_grads_nbytes for group in groups]
+    assert [2 * group.whole_grads_nbytes for group in on_cpu.states.shards.groups] == whole
+    narrower = many.in_use.in_backward - on_cpu.in_use.in_backward - max(widened)
+    assert narrower == (sum(sorted(whole[:-1])[-2:]) + whole[-1]) // 2
+
+
 def test_a_folder_alone_is_enough(folder, capsys):
     found = planned(capsys, "--hf-model", folder)
     layer = 64 * (64 + 2 * 32 + 64) + 3 * 64 * 160 + 2 * 64
@@ -240,7 +260,7 @@ def test_the_largest_activation_fraction_that_is_hidden_is_hidden_and_the_next_i
     found = answer(_with_activations(1.0), Limits(), machine, None)
     assert found.time.exposed_activations > 0
     assert found.activation_fraction == 0.75, "three of the four that may move"
-    assert "largest activation offload fraction that costs nothing  0.75" in format_answer(found)
+    assert "largest activation offload fraction that is hidden  0.75" in format_answer(found)
     assert "of forward" in format_answer(found)
     others = [answer(_with_activations(f), Limits(), machine, None) for f in (0.5, 0.75, "auto")]
     assert [other.time.exposed_activations for other in others] == [0.0] * 3

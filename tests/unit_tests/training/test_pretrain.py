@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -227,3 +230,34 @@ def test_a_resume_shows_what_has_changed_since_the_checkpoint_and_nothing_else(c
     assert "train_iters 10 -> 20" in line
     assert "log_interval" not in line  # of reports alone
     assert "weight_decay" not in line
+
+
+class ReachedError(Exception):
+    """The process group would be made now."""
+
+
+@contextmanager
+def _no_group(*_args: Any, **_named: Any) -> Iterator[None]:
+    raise ReachedError
+    yield
+
+
+@pytest.mark.parametrize(("expert_size", "is_ordered"), [(1, False), (2, True)])
+def test_collectives_of_divided_experts_are_ordered_before_there_is_a_group(
+    expert_size, is_ordered, monkeypatch
+):
+    ordered: list[Device] = []
+    monkeypatch.setattr(Device, "order_collectives", lambda device: ordered.append(device))
+    monkeypatch.setattr(module, "process_group", _no_group)
+    monkeypatch.setattr(module.log, "configure", lambda *_, **__: None)
+    config = config_of(*EVERY)
+    parallel = replace(config.parallel, expert_model_parallel_size=expert_size)
+    with pytest.raises(ReachedError):
+        module.pretrain(
+            replace(config, parallel=parallel),
+            model_provider=lambda _: nn.Linear(1, 1),
+            datasets_provider=lambda *_: SplitDatasets(DATA, DATA, DATA),
+            forward_step=lambda *_: None,
+            flops_per_sequence=1.0,
+        )
+    assert bool(ordered) == is_ordered

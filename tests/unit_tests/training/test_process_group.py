@@ -3,6 +3,7 @@ from __future__ import annotations
 import concurrent.futures
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch
@@ -147,6 +148,37 @@ def test_every_start_from_one_store_has_a_name_of_its_own_on_which_its_ranks_agr
     assert len(set(names)) == 5
 
 
+class _CountingStore:
+    """A store that counts the bytes that a rank reads of the records of others."""
+
+    def __init__(self, store: dist.Store) -> None:
+        self._store = store
+        self.records: dict[str, int] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+    def get(self, key: str) -> bytes:
+        content: bytes = self._store.get(key)
+        self.records[key] = len(content)
+        return content
+
+
+@pytest.mark.parametrize("world_size", [3, 24])
+def test_a_rank_reads_one_short_record_however_many_start(world_size):
+    store = dist.HashStore()
+    with ThreadPoolExecutor(world_size) as pool:
+        stores = [_CountingStore(store) for _ in range(world_size)]
+        ranks = [
+            pool.submit(agree_on_start, own, rank, world_size, timedelta(seconds=60))
+            for rank, own in enumerate(stores)
+        ]
+        assert len({rank.result() for rank in ranks}) == 1
+    for rank, own in enumerate(stores[1:], 1):
+        assert own.records.keys() == {f"start/welcome/{rank}"}
+        assert max(own.records.values()) < 128
+
+
 def test_what_an_earlier_start_has_left_is_not_taken_for_an_answer():
     """Rank 0 finds a hello and a ready of everybody, and still waits for the ranks of its own
     start.
@@ -190,7 +222,7 @@ def test_ranks_that_do_not_come_are_named():
 )
 def test_what_others_write_before_a_start_does_not_keep_its_ranks_from_agreeing(value):
     store = dist.HashStore()
-    for key in ("start/welcome", "start/hello/1", "start/ready/1"):
+    for key in ("start/welcome/1", "start/hello/1", "start/ready/1"):
         store.set(key, value)
     names = _start(store, 2)
     assert names[0] == names[1] != "theirs"

@@ -7,10 +7,11 @@
 A *writer* is a file with a rank that writes to it; a chunk names it by its number. `.metadata` is a
 pickle with the same contents for PyTorch, of `.distcp` files only.
 
-[Note: data files] Each rank computes the places in the files of all ranks (`build_index`). A data
-file consists of blobs as `torch.save` writes them, one per chunk, in the order of the state. Their
-data is aligned to 4096 bytes for direct I/O. The bytes between blobs are zeros. Plain data follows
-the tensors in rank 0's file. An `Export` describes files of another format that a save writes, too.
+[Note: data files] Each rank computes the places in its own file, and rank 0 those in the files of
+all ranks (`build_index`). A data file consists of blobs as `torch.save` writes them, one per chunk,
+in the order of the state. Their data is aligned to 4096 bytes for direct I/O. The bytes between
+blobs are zeros. Plain data follows the tensors in rank 0's file. An `Export` describes files of
+another format that a save writes, too.
 """
 
 from __future__ import annotations

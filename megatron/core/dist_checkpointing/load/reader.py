@@ -98,7 +98,7 @@ def check_contents(
             problems.append(f"{key} is plain data where a tensor is wanted")
     expect_same_model(checkpoint.path, problems, missing=missing, extra=extra)
 
-    # Entries of other ranks have been compared too: all ranks reject the same checkpoints.
+    # On rank 0, entries of other ranks have been compared, too.
     entries = [entry for key, entry in wanted.items() if entry.is_own and key not in started]
     return Wanted(entries, _fused_counters(checkpoint, entries), changes, fresh)
 

@@ -61,7 +61,8 @@ def collect(
         with_states: whether to collect the optimizer's states; else it only determines when weights
             may be read.
         private: tensors on the CPU that are each rank's own, `rng.<name>` for the key
-            `rng.<rank>.<name>`; all ranks have the same names, dtypes and shapes.
+            `rng.<rank>.<name>`; all ranks have the same names, dtypes and shapes. Only rank 0 makes
+            entries for other ranks'.
         rank, world_size: among all ranks that save or load together.
 
     Raises:

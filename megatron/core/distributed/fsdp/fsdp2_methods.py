@@ -217,7 +217,7 @@ class Fsdp2Methods(nn.Module, FSDPModule):
     )
     set_separate_reduce_scatter_group = _rejected(
         "set_separate_reduce_scatter_group",
-        "Gathers and reductions share the mesh's process groups; remove the call.",
+        "Reductions between machines have a separate process group anyway; remove the call.",
     )
     set_allocate_memory_from_process_group_for_comm = _rejected(
         "set_allocate_memory_from_process_group_for_comm",

@@ -69,12 +69,16 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # b
 # other sets.
 _numbers: defaultdict[tuple[int, ...], Iterator[int]] = defaultdict(itertools.count)
 _COUNT_BITS = 30  # of a number, which is less than 2**62
+# A digest of the ranks of a mesh, and their counter: a mesh of thousands has hundreds of groups.
+_counters = weakref.WeakKeyDictionary[DeviceMesh, tuple[int, Iterator[int]]]()
 
 
 def _next_number(mesh: DeviceMesh) -> int:
-    ranks = tuple(sorted(mesh.mesh.flatten().tolist()))
-    count = next(_numbers[ranks]) % (1 << _COUNT_BITS)
-    return (zlib.crc32(repr(ranks).encode()) << _COUNT_BITS) + count
+    if mesh not in _counters:
+        ranks = tuple(sorted(mesh.mesh.flatten().tolist()))
+        _counters[mesh] = zlib.crc32(repr(ranks).encode()), _numbers[ranks]
+    digest, numbers = _counters[mesh]
+    return (digest << _COUNT_BITS) + next(numbers) % (1 << _COUNT_BITS)
 
 
 def group_of(parameter: torch.Tensor) -> FsdpParameterGroup | None:
@@ -104,12 +108,12 @@ class Gather(NamedTuple):
 
 def _carry_out_gathers(gathers: Sequence[Gather]) -> None:
     # In this order: main weights -> this rank's compute weights -> all at rest -> all in use.
-    for gather in gathers:
-        if gather.is_copied:
-            target = gather.group.post_optimizer_model_weight.local_buffer
-            target.copy_(gather.group.main_weight.local_buffer)
-    carry_out([gather.group.scatter_move for gather in gathers if gather.is_scattered])
-    carry_out([gather.group.gather_move for gather in gathers if gather.group.is_gathered])
+    for group in [gather.group for gather in gathers if gather.is_copied]:
+        group.post_optimizer_model_weight.local_buffer.copy_(group.main_weight.local_buffer)
+    updated = [gather.group for gather in gathers if gather.is_scattered]
+    carry_out([own.move(own.post_optimizer_model_weight, own.model_weight) for own in updated])
+    gathered = [gather.group for gather in gathers if gather.group.is_gathered]
+    carry_out([own.move(own.model_weight, own.unsharded_weight) for own in gathered])
 
 
 class FsdpParameterGroup:
@@ -309,17 +313,9 @@ class FsdpParameterGroup:
             self._record(_axes_between(self.model_weight, self.unsharded_weight), Kind.GATHER)
         return Gather(self, writes, has_changed, is_copied, is_scattered, after)
 
-    @property
-    def scatter_move(self) -> Move:
-        """From this rank's compute weights to all at rest."""
-        return self._move(self.post_optimizer_model_weight, self.model_weight)
+    def move(self, source: DBuffer, target: DBuffer) -> Move:
+        """The redistribution of weights from one buffer to another, as a lane's work."""
 
-    @property
-    def gather_move(self) -> Move:
-        """From the compute weights at rest to all in use."""
-        return self._move(self.model_weight, self.unsharded_weight)
-
-    def _move(self, source: DBuffer, target: DBuffer) -> Move:
         def work(label: Label) -> None:
             source.redistribute(target.placements, out=target, label=label)
 

@@ -1,7 +1,7 @@
 """Adam over flat arrays on a GPU, in Triton: one launch for each piece.
 
 The results are bit-equal to [Note: arithmetic] in adam.py. Without Triton, or without a GPU,
-importing this is fine and stepping a GPU tensor is an error.
+importing this is fine and `run` is an error; `works_on` tells.
 
 [Note: contraction] Compilers like to make one rounding of `a * b + c`. Bits would then depend on
 where they see one, so `enable_fp_fusion=False` forbids it, and `tl.fma` marks where one rounding is
@@ -11,15 +11,21 @@ approximations.
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Iterable
 from contextlib import nullcontext
+from functools import cache
 from typing import Any
 
 import torch
 
-from megatron.core.optimizer.kernels.adam import AdamScalars
+from megatron.core.drivers import why_triton_fails
+from megatron.core.log import printable
+from megatron.core.optimizer.kernels.adam import AdamScalars, AdamStep
 from megatron.core.optimizer.kernels.piece import Piece
+
+logger = logging.getLogger(__name__)
 
 # 70 MiB that a machine without a GPU has no use for, unless somebody has it already.
 if torch.accelerator.is_available() or "triton" in sys.modules:
@@ -34,12 +40,30 @@ else:
 _BLOCK_NUMEL = 1024
 
 
-def check_available() -> None:
-    """RuntimeError if there is no Triton."""
-    if triton is None:
-        raise RuntimeError(
-            "Expected Triton, which steps GPU tensors, got none: `pip install triton`."
+@cache
+def works_on(device: torch.device) -> bool:
+    """Whether the kernel compiles and runs on a device: it steps a few elements. If not, one
+    warning says why.
+
+    Callers ask while an optimizer is built, rather than after a whole forward and backward.
+    """
+    missing = why_triton_fails()
+    if missing is None:
+        try:
+            arrays = {name: torch.ones(8, device=device) for name in ("exp_avg", "exp_avg_sq")}
+            grad, weight = (torch.ones(8, device=device) for _ in range(2))
+            run([Piece(AdamStep(1, lr=0.0), grad, weight, arrays)], grad_scale=1.0)
+            weight.cpu()  # kernels fail later than their launch
+        except Exception as error:  # of any compiler or driver
+            missing = printable(f"{type(error).__name__}: {error}")
+    if missing is not None:
+        logger.warning(
+            "AdamW runs with PyTorch's kernels on %s, which takes more time, and may round "
+            "otherwise than the host's: %s",
+            device,
+            missing,
         )
+    return missing is None
 
 
 @torch.no_grad()
@@ -50,7 +74,10 @@ def run(pieces: Iterable[Piece], grad_scale: float) -> None:
         ValueError: for a piece that `Piece.check` rejects.
         RuntimeError: if there is no Triton.
     """
-    check_available()
+    if triton is None:
+        raise RuntimeError(
+            "Expected Triton, which steps GPU tensors, got none: `pip install triton`."
+        )
     for piece in pieces:
         piece.check()
         if piece.numel:

@@ -74,17 +74,17 @@ def _check_that_equally_sharded_tensors_share_their_columns(tensors: Any) -> Non
 
 
 def _save(world_size: int, rank: int, of_all: bool) -> Found:
-    """A save of one rank, twice: the first one imports what it needs."""
+    """One rank shards a model and saves it, twice: the first time it imports what it needs."""
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
     mesh = build_mesh("cpu", world_size)
-    model = nn.Sequential(*[Layer() for _ in range(NUM_LAYERS)])
-    for layer in model:
-        fully_shard(layer, mesh=mesh)
-    fully_shard(model, mesh=mesh)
-    optimizer = torch.optim.AdamW(model.parameters())
     private = {f"rng.{kind}": torch.zeros(9) for kind in ("torch", "python")}
 
     def contents() -> Contents:
+        model = nn.Sequential(*[Layer() for _ in range(NUM_LAYERS)])
+        for layer in model:
+            fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        optimizer = torch.optim.AdamW(model.parameters())
         return collect(model, optimizer, private=private, rank=rank, world_size=world_size)
 
     which = None if of_all else rank
@@ -101,7 +101,7 @@ def test_another_rank_does_the_same_among_4096_ranks_as_among_64():
     few, many = _found(FEW, FEW // 2), _found(MANY, MANY // 2)
     assert many[1:] == few[1:]
     assert few.num_evaluations == 1, "all layers have one layout"
-    assert many.peak_nbytes < 1.1 * few.peak_nbytes
+    assert many.peak_nbytes < 1.05 * few.peak_nbytes
 
 
 def test_rank_0_evaluates_a_layout_once_for_each_rank_however_many_tensors_have_it():

@@ -14,9 +14,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron.core.drivers import Driver
+from megatron.core.optimizer import rule_optimizer, rules
 from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDeviceOptimizer
 from megatron.core.optimizer.fused_adam import FusedAdam
-from megatron.core.optimizer.kernels import torch_flat
+from megatron.core.optimizer.kernels import device_adam, torch_adam, torch_flat
 from megatron.core.optimizer.kernels.piece import Piece
 from megatron.core.optimizer.rule_optimizer import RuleOptimizer
 from megatron.core.optimizer.rules import SGD, Adam, Lion, UpdateRule
@@ -302,3 +304,28 @@ def test_a_rule_is_not_combined_with_what_it_replaces():
             HybridDeviceOptimizer(parameters(), rule=Lion(), **others)
     with pytest.raises(TypeError, match="eps"):
         HybridDeviceOptimizer(parameters(), rule=Lion(), eps=1e-8)
+
+
+class TritonDriver(Driver):
+    """Of a kind of device that Triton compiles for."""
+
+    has_triton = True
+
+
+@pytest.mark.parametrize("works", [False, True])
+def test_adam_tries_its_kernel_while_the_optimizer_is_built(works, monkeypatch):
+    """As if the CPU were such a device; without a working Triton, torch's kernel steps."""
+    tried = []
+
+    def works_on(device: torch.device) -> bool:
+        tried.append(device.type)
+        return works
+
+    monkeypatch.setattr(rules, "driver_of", TritonDriver)
+    monkeypatch.setattr(device_adam, "works_on", works_on)
+    monkeypatch.setattr(rule_optimizer, "kinds_of_accelerators", lambda: ["meta"])
+    optimizer = RuleOptimizer([torch.zeros(3, device="meta")], Adam(), lr=0.1)
+    assert tried == ["meta"]
+    kernel = optimizer._kernel(torch.device("meta"))
+    assert kernel is (device_adam.run if works else torch_adam.run)
+    assert tried == ["meta"], "once"

@@ -179,6 +179,10 @@ def start(root: Path, engine: ModuleEngine, damaged: list[str] | None = None) ->
 # Reads
 
 
+def load(engine: ModuleEngine, folder: Path, *, with_optim: bool = True) -> None:
+    engine.load(SaveLoadMeta(str(folder), with_optim=with_optim))
+
+
 def _reads(root: str, how: str) -> tuple[list[tuple[int, int]], int]:
     """(how often blocks were read, and how many of them; the bytes that this rank wanted)"""
     folder = save(make("offloaded"), Path(root))
@@ -190,14 +194,18 @@ def _reads(root: str, how: str) -> tuple[list[tuple[int, int]], int]:
         if how == "start-up":
             start(Path(root), engine)
         else:
-            engine.load(SaveLoadMeta(str(folder), with_optim=True))
+            if how == "after a step":
+                step(engine)
+            load(engine, folder)
 
     own = sum(part.nbytes for part in tensors(engine).values())
     return sorted(Counter(store.reads.values()).items()), own
 
 
-@pytest.mark.parametrize(("how", "times"), [("start-up", 1), ("a live engine", 2)])
-def test_each_byte_is_read_once_at_the_start_and_twice_into_a_live_engine(tmp_path, how, times):
+@pytest.mark.parametrize(
+    ("how", "times"), [("start-up", 1), ("before a step", 1), ("after a step", 2)]
+)
+def test_each_byte_is_read_once_and_twice_only_into_an_engine_after_a_step(tmp_path, how, times):
     """Counters and random states, of a few bytes, may be read by several ranks."""
     for reads, own in run_ranks(2, _reads, str(tmp_path), how):
         numbers = dict(reads)
@@ -282,6 +290,46 @@ def test_a_start_without_a_whole_checkpoint_is_an_error_that_moves_no_counter(tm
         assert message.startswith(f"Expected a checkpoint in {tmp_path} that is whole, got: ")
         assert is_rest_left
         assert touched, "weights have been read into place: the run must end"
+
+
+def _break_off(root: str, key: str) -> list[Any]:
+    engine = make("offloaded")
+    step(engine)
+    whole = save(engine, Path(root))
+    expected = tensors(engine)
+    step(engine)
+    damaged = save(engine, Path(root))
+    flip(damaged, key)
+
+    found: list[Any] = []
+    trained, fresh = make("offloaded"), make("offloaded")
+    step(trained)
+    before = tensors(trained)
+    for other in (trained, fresh):
+        with pytest.raises(CheckpointDamagedError):
+            load(other, damaged)
+    found.append(different(before, tensors(trained)))
+
+    for use in (step, lambda one: save(one, Path(root))):
+        with pytest.raises(RuntimeError) as refused:
+            use(fresh)
+        found.append(str(refused.value))
+    # Weights alone bring back only weights.
+    load(fresh, whole, with_optim=False)
+    with pytest.raises(RuntimeError) as refused:
+        step(fresh)
+    found.append(str(refused.value))
+    load(fresh, whole)
+    return [*found, different(expected, tensors(fresh))]
+
+
+def test_an_engine_whose_load_broke_off_is_used_only_after_another(tmp_path):
+    key = "optimizer.state.decoder.layers.0.mlp.up.weight.exp_avg"
+    for trained, *refusals, after in run_ranks(2, _break_off, str(tmp_path), key):
+        assert trained == []
+        assert ["weights" in message for message in refusals] == [True, True, False]
+        assert all("states" in message for message in refusals)
+        assert after == []
 
 
 def test_a_damaged_counter_of_a_fused_weight_is_found_before_anything_is_changed(tmp_path):

@@ -75,11 +75,18 @@ PLAIN = {"optimizer.param_groups": GROUPS, "rng.0.python": {"state": [1, 2, 3]}}
 
 
 class CountingStore(LocalStore):
-    """Records the reads of data files: (path, offset, number of bytes)."""
+    """Records the reads of data files: (path, offset, number of bytes); and the files whose sizes
+    were asked for.
+    """
 
     def __init__(self, root: Path) -> None:
         super().__init__(root)
         self.reads: list[tuple[str, int, int]] = []
+        self.sized: list[str] = []
+
+    def size(self, path: str) -> int:
+        self.sized.append(path)
+        return super().size(path)
 
     def read_into(
         self, path: str, offset: int, buffers: Iterable[memoryview], then: Then = ignore
@@ -129,6 +136,16 @@ def test_everything_is_read_as_it_was_saved(pristine: Path, verify: bool):
     for key, (tensor, _) in TENSORS.items():
         assert state[key].dtype == tensor.dtype
         assert raw_bytes(state[key]) == raw_bytes(tensor), key
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 5])
+def test_ranks_that_open_a_checkpoint_together_ask_for_each_size_once(pristine, world_size):
+    store = CountingStore(pristine)
+    for rank in range(world_size):
+        before = len(store.sized)
+        checkpoint = PublishedCheckpoint.open(store, NAME, rank=rank, world_size=world_size)
+        assert len(store.sized) - before <= -(-len(checkpoint.marker.files) // world_size)
+    assert sorted(store.sized) == sorted(f"{NAME}/{file}" for file in checkpoint.marker.files)
 
 
 def test_opening_a_checkpoint_reads_no_data(pristine: Path):

@@ -241,6 +241,27 @@ def test_without_triton_stepping_says_what_is_missing(monkeypatch):
         device_adam.run([make_piece(STEPS["first"], FORMS[0], 8)], 1.0)
 
 
+def test_the_kernel_is_tried_before_the_first_step(interpreted, monkeypatch, caplog):
+    monkeypatch.setattr(interpreted, "why_triton_fails", lambda: None)
+    assert interpreted.works_on(torch.device("cpu"))
+    assert caplog.records == []
+
+
+@pytest.mark.parametrize("missing", [None, "no Python.h"])
+def test_a_kernel_that_does_not_run_is_one_warning_with_the_reason(missing, monkeypatch, caplog):
+    class Broken:
+        def __getitem__(self, _: tuple[int, ...]) -> Any:
+            raise OSError("no such compiler")
+
+    module = load("broken_device_adam")
+    monkeypatch.setattr(module, "why_triton_fails", lambda: missing)
+    monkeypatch.setattr(module, "_adam_kernel", Broken())
+    for _ in range(2):
+        assert not module.works_on(torch.device("cpu"))
+    (warning,) = caplog.records
+    assert (missing or "no such compiler") in warning.getMessage()
+
+
 def test_launches_forbid_fusion(monkeypatch):
     options: list[dict[str, Any]] = []
 
