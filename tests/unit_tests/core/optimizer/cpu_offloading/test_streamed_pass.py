@@ -224,6 +224,28 @@ def test_gradients_zeroed_in_place_are_read_before_on_an_accelerator(accelerator
     run_ranks(1, _zeroed_in_place, device=accelerator)
 
 
+def _unused_layers() -> None:
+    runs = []
+    for share in (0.0, 1.0):
+        trained = Trained(share)
+        model, streamed = trained.model, trained.optimizer._sides.host_side._streamed
+        if streamed is not None:
+            kernel = streamed._kernel
+            streamed._kernel = lambda *given, run=kernel: (time.sleep(0.3), run(*given))
+        backward(model, trained.context, SETTING, 0)
+        trained.optimizer.step()
+        trained.optimizer.zero_grad()
+        # No gather waits for the update of the last layer, whose gradients this backward clears.
+        model.forward = lambda x, own=model: own.behind(own.layers[0](own.before(x)))
+        backward(model, trained.context, SETTING, 1)
+        runs.append(trained.values())
+    assert all(torch.equal(one, other) for one, other in zip(*runs, strict=True))
+
+
+def test_gradients_of_unused_layers_are_read_before_a_backward_clears_them():
+    run_ranks(1, _unused_layers)
+
+
 def _late_weights() -> None:
     runs = []
     for share in (0.0, 1.0):
