@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from megatron.core.lanes import ThreadEvent
 from megatron.core.optimizer.cpu_offloading import streamed_pass
 from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDeviceOptimizer
 from megatron.core.optimizer.kernels.piece import Piece
@@ -244,6 +245,29 @@ def _unused_layers() -> None:
 
 def test_gradients_of_unused_layers_are_read_before_a_backward_clears_them():
     run_ranks(1, _unused_layers)
+
+
+def _read_late() -> None:
+    trained = Trained(1.0)
+    trained.step(0)
+    units = trained.optimizer.state_units()
+    trained.optimizer.synchronize()
+    before, read = trained.values(), ThreadEvent()
+    for unit in units:
+        unit.hold(read)
+    trained.step(1)
+    time.sleep(0.3)
+    states = [state for unit in units for state in unit.states]
+    found = [torch.as_tensor(getattr(v, "_local_tensor", v)) for s in states for v in s.values()]
+    moments = [value for value in found if value.dim()]  # steps are counted at once
+    assert moments
+    assert all(any(torch.equal(value, own) for own in before) for value in moments)
+    read.finish(None)
+    assert not all(map(torch.equal, trained.values(), before))
+
+
+def test_states_that_are_being_read_are_not_updated_by_the_device():
+    run_ranks(1, _read_late)
 
 
 def _late_weights() -> None:
