@@ -69,7 +69,7 @@ def compile_layers(model: nn.Module) -> int:
 def check_compiler(kinds: Iterable[str]) -> None:
     """ConfigError if there is no compiler for one of these kinds of devices, or none that works."""
     kinds = [*kinds]
-    uses_triton = any(kernels_of(kind).has_triton for kind in kinds)
+    uses_triton = any(kernels_of(torch.device(kind)).has_triton for kind in kinds)
     if uses_triton and (missing := why_triton_fails()):
         raise ConfigError(
             f"--compile-layers: expected what Triton needs for a GPU's kernels, got {missing}."
