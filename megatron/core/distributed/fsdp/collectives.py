@@ -123,8 +123,10 @@ def _start_together(moves: Sequence[Move]) -> None:
             name = first.label.describe(f"{len(moves)} collectives", numel)
             stack.enter_context(issuing(name, first.buffer))
             # After an error, torch would still queue collectives over the group and start none.
-            stack.callback(_world.pg_coalesce_state.pop, first.group, None)
-            stack.enter_context(_coalescing_manager(first.group))
+            group = first.group
+            assert group is not None, "work of no group comes alone"
+            stack.callback(lambda: _world.pg_coalesce_state.pop(group, None))
+            stack.enter_context(_coalescing_manager(group))
         for move in moves:
             move.work(move.label._replace(ends=ends))
     for end in ends:
