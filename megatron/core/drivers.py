@@ -22,7 +22,7 @@ import os
 import resource
 import shutil
 import sysconfig
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Iterator, Mapping, MutableMapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from importlib.util import find_spec
 from pathlib import Path
@@ -194,21 +194,18 @@ class CudaDriver(Driver):
 
     def __init__(self) -> None:
         super().__init__("cuda")
-        self._is_prepared = False
+        self._has_warned = False
 
     def is_available(self) -> bool:
-        self._prepare()
+        prepare_cuda(os.environ)
         return super().is_available()
 
     def make_current(self, index: int) -> None:
-        self._prepare()
+        prepare_cuda(os.environ)
+        if not self._has_warned:
+            self._has_warned = True
+            warn_of_one_queue(os.environ)
         super().make_current(index)
-
-    def _prepare(self) -> None:
-        """Sets the environment that CUDA and the allocator read once, when they start."""
-        if not self._is_prepared and torch.backends.cuda.is_built():
-            self._is_prepared = True
-            prepare_cuda(os.environ, has_started=torch.cuda.is_initialized())
 
     def description(self, index: int) -> str:
         return torch.cuda.get_device_name(index)
@@ -327,27 +324,28 @@ def why_triton_fails() -> str | None:
     return None
 
 
-def prepare_cuda(environment: MutableMapping[str, str], *, has_started: bool) -> None:
+def prepare_cuda(environment: MutableMapping[str, str]) -> None:
     """Sets what CUDA and PyTorch's allocator read from the environment when they start. The user's
-    settings stay.
-
-    Args:
-        has_started: whether CUDA has read it already, so that settings would have no effect.
+    settings stay; so does everything once CUDA has started.
     """
+    if not torch.backends.cuda.is_built() or torch.cuda.is_initialized():
+        return
     # Each lane is a stream, and NCCL and activation offload have streams too. CUDA maps streams to
     # queues, of which it has 8 by default; work of one queue runs in the order of its launch.
+    environment.setdefault(_QUEUES, str(_MOST_QUEUES))
+    # Segments that grow in place: lengths of batches that vary leave no gaps of unusable sizes.
+    if not any(name in environment for name in _ALLOCATOR_SETTINGS):
+        environment[_ALLOCATOR_SETTINGS[-1]] = "expandable_segments:True"
+
+
+def warn_of_one_queue(environment: Mapping[str, str]) -> None:
+    """Has the first rank warn if CUDA has a single hardware queue."""
     if environment.get(_QUEUES) == "1" and environment.get("RANK", "0") == "0":
         logger.warning(
             "%s=1, which Megatron-LM's scripts set, puts all streams on one hardware queue: "
             "collectives and copies no longer overlap with computation. Unset it.",
             _QUEUES,
         )
-    if has_started:
-        return
-    environment.setdefault(_QUEUES, str(_MOST_QUEUES))
-    # Segments that grow in place: lengths of batches that vary leave no gaps of unusable sizes.
-    if not any(name in environment for name in _ALLOCATOR_SETTINGS):
-        environment[_ALLOCATOR_SETTINGS[-1]] = "expandable_segments:True"
 
 
 def leave_failures_to_watchdog(environment: MutableMapping[str, str] = os.environ) -> None:

@@ -256,53 +256,59 @@ PREPARED = {
 }
 
 
-def test_cuda_starts_with_a_queue_for_each_stream_and_segments_that_grow(caplog):
+@pytest.fixture
+def starting_cuda(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """As in a PyTorch built with CUDA; the item is whether CUDA has started."""
+    has_started = [False]
+    monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: has_started[0])
+    return has_started
+
+
+def test_cuda_starts_with_a_queue_for_each_stream_and_segments_that_grow(starting_cuda):
     environment: dict[str, str] = {}
-    prepare_cuda(environment, has_started=False)
+    prepare_cuda(environment)
     assert environment == PREPARED
-    assert caplog.records == []
 
     environment = {}
-    prepare_cuda(environment, has_started=True)
+    starting_cuda[0] = True
+    prepare_cuda(environment)
     assert environment == {}, "CUDA would not read it any more"
 
 
+@pytest.mark.usefixtures("starting_cuda")
 @pytest.mark.parametrize(
     "given",
     [
         {"CUDA_DEVICE_MAX_CONNECTIONS": "8"},
+        {"CUDA_DEVICE_MAX_CONNECTIONS": "1"},
         {"PYTORCH_ALLOC_CONF": "max_split_size_mb:512"},
         {"PYTORCH_CUDA_ALLOC_CONF": "backend:cudaMallocAsync"},
     ],
 )
-def test_what_the_user_has_set_for_cuda_stays(given, caplog):
+def test_what_the_user_has_set_for_cuda_stays(given):
     environment = dict(given)
-    prepare_cuda(environment, has_started=False)
+    prepare_cuda(environment)
     expected = {**PREPARED, **given}
     if "PYTORCH_CUDA_ALLOC_CONF" in given:
         del expected["PYTORCH_ALLOC_CONF"]
     assert environment == expected
-    assert caplog.records == []
 
 
-@pytest.mark.parametrize("has_started", [False, True])
-@pytest.mark.parametrize(("rank", "num_warnings"), [(None, 1), ("0", 1), ("1", 0)])
-def test_a_single_queue_stays_with_a_warning_of_the_first_rank(
-    has_started, rank, num_warnings, caplog
-):
-    environment = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"} | ({} if rank is None else {"RANK": rank})
-    prepare_cuda(environment, has_started=has_started)
-    assert environment["CUDA_DEVICE_MAX_CONNECTIONS"] == "1"
-    assert len(caplog.records) == num_warnings
+def test_a_pytorch_without_cuda_leaves_the_environment_alone(monkeypatch):
+    monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: False)
+    environment: dict[str, str] = {}
+    prepare_cuda(environment)
+    assert environment == {}
 
 
+@pytest.mark.usefixtures("starting_cuda")
 @pytest.mark.parametrize("use", [lambda d: d.is_available(), lambda d: d.make_current(0)])
-def test_the_environment_is_set_once_and_before_cuda_is_asked_for_anything(use, monkeypatch):
+def test_the_environment_is_set_before_cuda_is_asked_for_anything(use, monkeypatch):
     for name in PREPARED:
         monkeypatch.setenv(name, "")  # so that later settings go again
         monkeypatch.delenv(name)
     monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF", raising=False)
-    monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: True)
     seen = []
 
     def look(*_args: object) -> bool:
@@ -311,12 +317,30 @@ def test_the_environment_is_set_once_and_before_cuda_is_asked_for_anything(use, 
 
     monkeypatch.setattr(torch.cuda, "is_available", look)
     monkeypatch.setattr(torch.cuda, "set_device", look)
-    driver = CudaDriver()
-    use(driver)
+    use(CudaDriver())
     assert seen == [PREPARED]
-    monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS")
-    use(driver)
-    assert "CUDA_DEVICE_MAX_CONNECTIONS" not in os.environ
+
+
+@pytest.mark.parametrize(
+    ("queues", "rank", "num_warnings"),
+    [("1", None, 1), ("1", "0", 1), ("1", "1", 0), ("32", "0", 0)],
+)
+def test_a_single_queue_is_one_warning_of_the_first_rank_that_uses_a_gpu(
+    queues, rank, num_warnings, monkeypatch, caplog
+):
+    monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", queues)
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "")
+    if rank is None:
+        monkeypatch.delenv("RANK", raising=False)
+    else:
+        monkeypatch.setenv("RANK", rank)
+    driver = CudaDriver()
+    driver.is_available()
+    assert caplog.records == [], "this process may compute on the CPU"
+    for _ in range(2):
+        driver.make_current(0)
+    assert len(caplog.records) == num_warnings
 
 
 @pytest.mark.skipif(not torch.backends.cuda.is_built(), reason="needs PyTorch built with CUDA")
