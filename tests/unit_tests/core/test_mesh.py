@@ -8,8 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron.core import mesh
-from megatron.core.mesh import build_expert_mesh, set_timeout
+from megatron.core import local_ranks, mesh
+from megatron.core.mesh import build_expert_mesh, second_group, set_timeout
 from tests.helpers.ranks import on_ranks
 
 
@@ -38,6 +38,18 @@ def test_the_groups_of_the_mesh_have_the_timeout_of_the_run() -> None:
             assert mesh.get_group(axis)._get_backend(cpu).options._timeout == timeout
     finally:
         set_timeout(cpu, timedelta(minutes=30))
+
+
+@on_ranks(2)
+def test_a_second_group_is_made_only_where_its_ranks_would_name_it_alike() -> None:
+    cpu, rank = torch.device("cpu"), dist.get_rank()
+    groups = [dist.new_group([0, 1]) for _ in range(2)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(local_ranks, "machine", lambda: f"machine {rank}")
+        assert second_group(groups[0], cpu) is not None
+        if rank == 0:
+            dist.new_group([0], use_local_synchronization=True)
+        assert second_group(groups[1], cpu) is None
 
 
 @pytest.mark.parametrize(

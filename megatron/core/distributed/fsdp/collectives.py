@@ -24,7 +24,7 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _coalescing_manager
+from torch.distributed.distributed_c10d import _coalescing_manager, _world
 
 from megatron.core.issued_collectives import issuing
 from megatron.core.rank_waits import waiting_for_ranks
@@ -122,7 +122,11 @@ def _start_together(moves: Sequence[Move]) -> None:
             numel = sum(move.buffer.numel() for move in moves)
             name = first.label.describe(f"{len(moves)} collectives", numel)
             stack.enter_context(issuing(name, first.buffer))
-            stack.enter_context(_coalescing_manager(first.group))
+            # After an error, torch would still queue collectives over the group and start none.
+            group = first.group
+            assert group is not None, "work of no group comes alone"
+            stack.callback(lambda: _world.pg_coalesce_state.pop(group, None))
+            stack.enter_context(_coalescing_manager(group))
         for move in moves:
             move.work(move.label._replace(ends=ends))
     for end in ends:

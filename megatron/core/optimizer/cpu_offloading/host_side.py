@@ -35,7 +35,7 @@ from megatron.core.optimizer.cpu_offloading.executors import (
 )
 from megatron.core.optimizer.cpu_offloading.host_layout import HostAllocator
 from megatron.core.optimizer.cpu_offloading.hybrid_settings import HybridSettings
-from megatron.core.optimizer.cpu_offloading.streamed_pass import StreamedPass
+from megatron.core.optimizer.cpu_offloading.streamed_pass import StreamedPass, slots_nbytes
 from megatron.core.optimizer.cpu_offloading.update_split import SplitChooser, interleaved
 from megatron.core.optimizer.kernels.host_threads import host_threads
 from megatron.core.optimizer.kernels.piece import HostKernel, Kernel, Piece
@@ -127,8 +127,8 @@ class HostSide:
 
         self.executors += added
         self._mesh = self._mesh or mesh
-        if self._streamed is None and self._settings.update_on_device != 0:
-            self._streamed = self._make_streamed()
+        if self._settings.update_on_device != 0:
+            self._make_streamed()
         self._split()
         for name, nbytes in allocator.nbytes_by_state.items():
             self.nbytes_by_state[name] = self.nbytes_by_state.get(name, 0) + nbytes
@@ -146,18 +146,29 @@ class HostSide:
         for bucket, is_streamed in zip(buckets, interleaved(numels, fraction or 0.0), strict=True):
             bucket.is_streamed = is_streamed
 
-    def _make_streamed(self) -> StreamedPass | None:
-        """The lanes and slots of buckets that the device updates; None if it can update none."""
+    def _make_streamed(self) -> None:
+        """Makes lanes and slots for the buckets that the device can update, if there are any, and
+        larger slots in place of those that are too small for buckets added since.
+        """
         rule, device = self.rule, self._device
         buckets = [bucket for bucket in self.buckets if bucket.is_delivered]
         if rule is None or self._kernel is None or not buckets:
-            return None
+            return
+
+        longest = max(bucket.numel for bucket in buckets)
+        widest = max((bucket.main_dtype for bucket in buckets), key=lambda dtype: dtype.itemsize)
+        dtypes = [widest, *rule.state_dtypes.values()]
+        if self._streamed is not None:
+            if slots_nbytes(longest, dtypes) <= self._streamed.nbytes:
+                return
+            # Before its memory is freed, which queued work still uses.
+            self._streamed.close()
+            self._streamed = None
+
         kernel: Kernel = self._kernel
         if device.is_accelerator:
             kernel = rule.device_kernel(device.torch_device)
-        longest = max(bucket.numel for bucket in buckets)
-        widest = max((bucket.main_dtype for bucket in buckets), key=lambda dtype: dtype.itemsize)
-        return StreamedPass(device, kernel, longest, [widest, *rule.state_dtypes.values()])
+        self._streamed = StreamedPass(device, kernel, longest, dtypes)
 
     def _streamed_share(self) -> float:
         """Of the elements, those that the device updates."""
@@ -228,7 +239,7 @@ class HostSide:
                 timings.wait(pending.sent)
         if not in_forward:
             self.timings.end()
-        chooser = self._chooser
+        chooser = None if self._streamed is None else self._chooser
         if chooser is not None and not chooser.is_done and isinstance(timings, StepTimings):
             chooser.step_ended(timings, self._streamed_share(), self.synchronize, self._mesh)
             self._split()
@@ -284,7 +295,9 @@ class HostSide:
         bucket, streamed = step.bucket, self._streamed
         assert streamed is not None, "made with the first streamed bucket"
         step.begin()
-        free = [*bucket.take_reads(), *bucket.updates()]
+        # The host may have sent the weights of its last update, over which the device now writes.
+        done = [] if bucket.pending is None else [bucket.pending.done]
+        free = [*bucket.take_reads(), *done]
         bucket.pending = streamed.queue(pieces, grad_scale, now, free, timings, bucket.name)
         bucket.hold_gradients(bucket.pending.sent)
         bucket.deliver(timings)

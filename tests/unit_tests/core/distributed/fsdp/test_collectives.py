@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from contextlib import nullcontext
 from datetime import timedelta
 
 import pytest
@@ -94,6 +95,27 @@ def test_collectives_over_one_group_start_together_with_the_bits_of_one_after_th
     world_size, is_gather
 ):
     run_ranks(world_size, _together, is_gather)
+
+
+@on_ranks(2)
+def test_collectives_after_an_error_among_those_that_start_together_are_carried_out() -> None:
+    buffer, group, value = torch.empty(1, device="meta"), dist.group.WORLD, torch.ones(1)
+
+    def move(label: Label) -> None:
+        dist.all_reduce(value)
+        if label.name:
+            raise RuntimeError(label.name)
+
+    moves = [
+        collectives.Move(move, group, buffer, buffer.dtype, Label(name=name))
+        for name in ("", "no memory")
+    ]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(collectives, "issuing", lambda *_: nullcontext())
+        with pytest.raises(RuntimeError, match="no memory"):
+            collectives.carry_out(moves)
+    dist.all_reduce(value)
+    assert value.item() == 2
 
 
 def _widened(numel: int) -> torch.Tensor:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import threading
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,11 +14,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from megatron.core.lanes import ThreadEvent
 from megatron.core.optimizer.cpu_offloading import streamed_pass
 from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDeviceOptimizer
 from megatron.core.optimizer.kernels.piece import Piece
 from megatron.core.optimizer.rules import Lion
 from tests.helpers.ranks import random_delays, rank_device, run_ranks
+from tests.unit_tests.core.optimizer.cpu_offloading.helpers.nets import Net, fsdp, same, weights
+from tests.unit_tests.core.optimizer.cpu_offloading.helpers.nets import train as train_net
 from tests.unit_tests.core.optimizer.cpu_offloading.test_bits import (
     ALL,
     OPTIONS,
@@ -34,6 +39,7 @@ from tests.unit_tests.core.optimizer.cpu_offloading.test_bits import (
 SETTING = Setting(num_microbatches=2, steps=3)
 SHORT = 320  # elements of a slot: less than any bucket has, and no multiple of a parameter's
 SHARES = (0.5, 1.0)
+PATIENCE = 60.0  # seconds
 
 
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(1, 40)), max_size=8), st.integers(1, 30))
@@ -217,6 +223,106 @@ def test_gradients_zeroed_in_place_are_read_before():
 
 def test_gradients_zeroed_in_place_are_read_before_on_an_accelerator(accelerator):
     run_ranks(1, _zeroed_in_place, device=accelerator)
+
+
+def _unused_layers() -> None:
+    runs = []
+    for share in (0.0, 1.0):
+        trained = Trained(share)
+        model, streamed = trained.model, trained.optimizer._sides.host_side._streamed
+        if streamed is not None:
+            kernel = streamed._kernel
+            streamed._kernel = lambda *given, run=kernel: (time.sleep(0.3), run(*given))
+        backward(model, trained.context, SETTING, 0)
+        trained.optimizer.step()
+        trained.optimizer.zero_grad()
+        # No gather waits for the update of the last layer, whose gradients this backward clears.
+        model.forward = lambda x, own=model: own.behind(own.layers[0](own.before(x)))
+        backward(model, trained.context, SETTING, 1)
+        runs.append(trained.values())
+    assert all(torch.equal(one, other) for one, other in zip(*runs, strict=True))
+
+
+def test_gradients_of_unused_layers_are_read_before_a_backward_clears_them():
+    run_ranks(1, _unused_layers)
+
+
+def _read_late() -> None:
+    trained = Trained(1.0)
+    trained.step(0)
+    units = trained.optimizer.state_units()
+    trained.optimizer.synchronize()
+    before, read = trained.values(), ThreadEvent()
+    for unit in units:
+        unit.hold(read)
+    trained.step(1)
+    time.sleep(0.3)
+    states = [state for unit in units for state in unit.states]
+    found = [torch.as_tensor(getattr(v, "_local_tensor", v)) for s in states for v in s.values()]
+    moments = [value for value in found if value.dim()]  # steps are counted at once
+    assert moments
+    assert all(any(torch.equal(value, own) for own in before) for value in moments)
+    read.finish(None)
+    assert not all(map(torch.equal, trained.values(), before))
+
+
+def test_states_that_are_being_read_are_not_updated_by_the_device():
+    run_ranks(1, _read_late)
+
+
+def _late_weights() -> None:
+    runs = []
+    for share in (0.0, 1.0):
+        trained = Trained(share)
+        parameter = trained.model.layers[1].first.weight
+        backward(trained.model, trained.context, SETTING, 0)
+        gradient, is_over = parameter.grad, threading.Event()
+        trained.optimizer._sides.host_side.lanes.h2d.enqueue(
+            lambda over=is_over: over.wait(PATIENCE)
+        )
+        for own in (gradient.clone().mul_(2), gradient):  # updated by the host, then by the device
+            parameter.grad = own
+            trained.optimizer.step()
+        bucket = next(b for b in trained.buckets if any(s.parameter is parameter for s in b.slots))
+        deadline = time.monotonic() + 1
+        while not bucket.pending.updated.is_done() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        is_over.set()
+        runs.append((backward(trained.model, trained.context, SETTING, 1), trained.values()))
+    assert runs[0][0] == runs[1][0]
+    assert all(torch.equal(one, other) for one, other in zip(runs[0][1], runs[1][1], strict=True))
+
+
+def test_weights_of_the_host_that_are_still_on_their_way_up_are_no_later_than_the_devices():
+    run_ranks(1, _late_weights)
+
+
+def _added_later() -> None:
+    runs = []
+    for share in (0.0, 1.0):
+        model = Net()
+        fsdp(model)
+        parts = [[*model.head.parameters()], [*model.layers.parameters()]]
+        whole = HybridDeviceOptimizer(model.parameters(), 1.0, update_on_device=share, **ALL)
+        # One rank has no rows of the first part.
+        optimizer = HybridDeviceOptimizer(parts[0], 1.0, update_on_device=share, **ALL, **OPTIONS)
+        optimizer.add_param_group({"params": parts[1]})
+        assert optimizer.slots_nbytes == whole.slots_nbytes
+        train_net(model, optimizer)
+        runs.append(weights(model))
+    assert same(*runs)
+
+
+def test_slots_grow_with_buckets_that_are_added_later():
+    run_ranks(2, _added_later)
+
+
+def test_no_share_is_searched_for_parameters_that_the_device_cannot_stream():
+    model = Net()
+    optimizer = HybridDeviceOptimizer(model.parameters(), 1.0, update_on_device=None, **OPTIONS)
+    train_net(model, optimizer, range(10))
+    chooser = optimizer._sides.host_side._chooser
+    assert (chooser.fraction, chooser.is_done) == (0.0, False)
 
 
 def _state_dicts() -> None:
