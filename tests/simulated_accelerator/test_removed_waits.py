@@ -60,6 +60,8 @@ def _forward_before_the_step(case: str, without: str | None) -> float:
     state, (batch, *_) = engine.state, engines.batches(7, "sim")
     batch = {name: tensor.to(engine.device.torch_device) for name, tensor in batch.items()}
     engines.forward_step(state.model, batch).backward()
+    # The step would compare the ranks' collectives, for which it waits.
+    state.model.context.check_agreement()
 
     with (
         _without(without),

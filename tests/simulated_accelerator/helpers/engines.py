@@ -83,7 +83,7 @@ CASES = {
     "offload forward": Case(_offloaded(**_ALL_OVERLAPS)),
     "offload forward half": Case(_offloaded(0.5, **_ALL_OVERLAPS)),
     "offload zero1": Case(
-        _offloaded(**_ALL_OVERLAPS),
+        _offloaded(0.5, **_ALL_OVERLAPS),
         DataParallelConfig(data_parallel_sharding_strategy="optim"),
     ),
     "offload hsdp": Case(_offloaded(**_ALL_OVERLAPS), DataParallelConfig(**_TWO_INSTANCES)),
