@@ -242,10 +242,15 @@ def _no_group(*_args: Any, **_named: Any) -> Iterator[None]:
     yield
 
 
-@pytest.mark.parametrize(("expert_size", "is_ordered"), [(1, False), (2, True)])
-def test_collectives_of_divided_experts_are_ordered_before_there_is_a_group(
-    expert_size, is_ordered, monkeypatch
+@pytest.mark.parametrize(
+    ("expert_size", "local_size", "is_ordered"), [(1, 4, False), (2, 4, True), (1, 2, True)]
+)
+def test_collectives_of_several_groups_are_ordered_before_there_is_one(
+    expert_size, local_size, is_ordered, monkeypatch
 ):
+    sizes = {"RANK": 0, "WORLD_SIZE": 4, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": local_size}
+    for name, value in sizes.items():
+        monkeypatch.setenv(name, str(value))
     ordered: list[Device] = []
     monkeypatch.setattr(Device, "order_collectives", lambda device: ordered.append(device))
     monkeypatch.setattr(module, "process_group", _no_group)
