@@ -248,7 +248,7 @@ def test_the_recorder_keeps_neither_buckets_nor_events() -> None:
     references = [
         weakref.ref(each)
         for updating in optimizer._sides.host_side.executors
-        for each in (updating, updating.bucket, updating.bucket.sent)
+        for each in (updating, updating.bucket, updating.bucket.pending.sent)
     ]
     assert all(reference() is not None for reference in references)
     del model, optimizer
