@@ -102,8 +102,14 @@ def by_weight(model: Any, number: int) -> torch.Tensor:
 def gathers(model: Any) -> list[int]:
     """How often the unit is gathered from now on, in a list that grows."""
     (group,), found = model.norm.parameter_groups, []
-    enqueue = group._enqueue_gather
-    group._enqueue_gather = lambda *arguments: (found.append(1), enqueue(*arguments))
+    prepare = group._prepare_gather
+
+    def counted() -> Any:
+        gather = prepare()
+        found.extend([1] if gather is not None else [])
+        return gather
+
+    group._prepare_gather = counted
     return found
 
 
@@ -141,7 +147,7 @@ def test_a_list_is_gathered_and_reduced_once() -> None:
     assert group.names == ["norm.weight", "norm.bias", "head.weight"]
     found, reductions = gathers(model), []
     reduce = model.context.reduce
-    model.context.reduce = lambda own, *rest: (reductions.append(own), reduce(own, *rest))
+    model.context.reduce = lambda own, *rest: (reductions.extend(own), reduce(own, *rest))
     whole(model, 0)
     assert found == [1, 1]  # forward, backward
     assert [own for own in reductions if own is group] == [group]

@@ -14,7 +14,7 @@ from megatron.core.distributed.fsdp import (
     fully_shard_optimizer,
     microbatch,
 )
-from megatron.core.distributed.fsdp.parameter_group import FsdpParameterGroup
+from megatron.core.distributed.fsdp.parameter_group import FsdpParameterGroup, Gather
 from tests.helpers.ranks import on_ranks, run_ranks
 from tests.unit_tests.core.distributed.fsdp.fully_shard.helpers.stacks import (
     DTYPES,
@@ -142,14 +142,15 @@ def test_compute_weights_are_refreshed_once_for_each_group_and_step(strategy: st
     fully_shard_optimizer(optimizer)
     groups = groups_of(model)
     refreshed: list[int] = []
-    original = FsdpParameterGroup._gather
+    original = FsdpParameterGroup._prepare_gather
 
-    def counting(group: FsdpParameterGroup, *is_stale: bool) -> None:
-        if any(is_stale):
+    def counting(group: FsdpParameterGroup) -> Gather | None:
+        gather = original(group)
+        if gather is not None and (gather.is_copied or gather.is_scattered):
             refreshed.append(groups.index(group))
-        original(group, *is_stale)
+        return gather
 
-    FsdpParameterGroup._gather = counting
+    FsdpParameterGroup._prepare_gather = counting
     try:
         for _ in range(3):
             for number in range(2):
@@ -162,7 +163,7 @@ def test_compute_weights_are_refreshed_once_for_each_group_and_step(strategy: st
             optimizer.step()
             optimizer.zero_grad()
     finally:
-        FsdpParameterGroup._gather = original
+        FsdpParameterGroup._prepare_gather = original
 
 
 # State dicts
