@@ -23,9 +23,9 @@ from __future__ import annotations
 import gc
 import time
 import tracemalloc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -195,6 +195,60 @@ def peak_mib(work: Callable[[], object]) -> float:
         tracemalloc.stop()
 
 
+class Found(NamedTuple):
+    """All figures of one model."""
+
+    measurements: list[Measurement]
+    ratios: list[Ratio]
+    facts: dict[str, object]
+
+
+def measure(name: str, model: GPTModel, expert_size: int, ranks: list[int], rounds: int) -> Found:
+    """Measures one model at two numbers of ranks."""
+    sides = {num_ranks: sides_of(model, num_ranks, expert_size) for num_ranks in ranks}
+    works = {
+        (num_ranks, side): work
+        for num_ranks, (own, _) in sides.items()
+        for side, work in own.items()
+    }
+    # The warm-up as well.
+    peaks = {which: peak_mib(work) for which, work in works.items() if which[1] != MANIFESTS}
+    # A side does not pay for collections of what the others keep.
+    gc.collect()
+    gc.freeze()
+    times = report.interleaved(
+        {which: partial(processor_seconds, work) for which, work in works.items()}, rounds
+    )
+    gc.unfreeze()
+
+    found, medians = Found([], [], {}), report.medians(times)
+    for num_ranks, (_, num_chunks) in sides.items():
+        group = f"{name}, {num_ranks} ranks"
+        own = {side: values for (at, side), values in times.items() if at == num_ranks}
+        kept = {side: [peak] for (at, side), peak in peaks.items() if at == num_ranks}
+        found.measurements.extend(measured(own, "s", group))
+        found.measurements.extend(measured(kept, "MiB", f"{group}: memory"))
+        found.facts[group] = {"chunks": num_chunks}
+        both = medians[num_ranks, "rank 0"] + medians[num_ranks, MANIFESTS]
+        a_chunk = 1e6 * both / num_chunks
+        found.ratios.append(Ratio(f"{group}: rank 0, microseconds a chunk", a_chunk, at_most=5))
+    found.ratios.extend(growth(name, medians, "", ranks))
+    found.ratios.extend(growth(name, peaks, ", memory", ranks))
+    return found
+
+
+def growth(
+    name: str, figures: Mapping[tuple[int, str], float], what: str, ranks: list[int]
+) -> Iterator[Ratio]:
+    """The figures at the larger number of ranks over those at the smaller one, where they must not
+    grow.
+    """
+    fewer, more = ranks
+    for side in ("plan", "another rank"):
+        value = figures[more, side] / figures[fewer, side]
+        yield Ratio(f"{name}, {side}: {more} ranks / {fewer} ranks{what}", value, at_most=1.25)
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """Measures."""
     parser = report.parser_of(__doc__)
@@ -203,56 +257,24 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--rounds", type=int, default=3)
     arguments = parser.parse_args(argv)
 
-    measurements: list[Measurement] = []
-    ratios, facts = [], dict[str, object]()
+    found = Found([], [], {})
     for name, (content, expert_size) in MODELS.items():
-        num_layers = arguments.layers or content["num_hidden_layers"]
-        content = {**content, "num_hidden_layers": num_layers}
-        content |= {"first_k_dense_replace": 1} if arguments.layers and expert_size > 1 else {}
+        if arguments.layers:
+            fewer = {"num_hidden_layers": arguments.layers}
+            fewer |= {"first_k_dense_replace": 1} if expert_size > 1 else {}
+            content = {**content, **fewer}
         description = config_from_hf(content, name)
         model = on_meta(description.config, description.vocab_size)
-        sides = {
-            num_ranks: sides_of(model, num_ranks, expert_size) for num_ranks in arguments.ranks
-        }
-        works = {
-            (f"{num_ranks} ranks", side): work
-            for num_ranks, (own, _) in sides.items()
-            for side, work in own.items()
-        }
-        # The warm-up as well.
-        peaks = {which: peak_mib(work) for which, work in works.items() if which[1] != MANIFESTS}
-        # A side does not pay for collections of what the others keep.
-        gc.collect()
-        gc.freeze()
-        times = report.interleaved(
-            {which: partial(processor_seconds, work) for which, work in works.items()},
-            arguments.rounds,
-        )
-        gc.unfreeze()
-        medians = report.medians(times)
-        for num_ranks in arguments.ranks:
-            where = f"{num_ranks} ranks"
-            group = f"{name}, {where}"
-            own = {side: values for (at, side), values in times.items() if at == where}
-            measurements += measured(own, "s", group)
-            kept = {side: [peak] for (at, side), peak in peaks.items() if at == where}
-            measurements += measured(kept, "MiB", f"{group}: memory")
-            num_chunks = sides[num_ranks][1]
-            facts[group] = {"chunks": num_chunks}
-            both = medians[where, "rank 0"] + medians[where, MANIFESTS]
-            ratios.append(
-                Ratio(f"{group}: rank 0, microseconds a chunk", 1e6 * both / num_chunks, at_most=5)
-            )
-        fewer, more = (f"{num_ranks} ranks" for num_ranks in arguments.ranks)
-        for side in ("plan", "another rank"):
-            flat = f"{name}, {side}: {more} / {fewer}"
-            ratios += [
-                Ratio(flat, medians[more, side] / medians[fewer, side], at_most=1.25),
-                Ratio(f"{flat}, memory", peaks[more, side] / peaks[fewer, side], at_most=1.25),
-            ]
+        own = measure(name, model, expert_size, arguments.ranks, arguments.rounds)
+        found.measurements.extend(own.measurements)
+        found.ratios.extend(own.ratios)
+        found.facts.update(own.facts)
 
     result = Result(
-        tuple(measurements), tuple(ratios), settings=report.settings_of(arguments), facts=facts
+        tuple(found.measurements),
+        tuple(found.ratios),
+        settings=report.settings_of(arguments),
+        facts=found.facts,
     )
     report.hand_over(result, arguments.output)
 

@@ -30,7 +30,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatron.core.drivers import kernels_of, why_triton_fails
+from megatron.core.drivers import driver_of, kinds_of_accelerators, why_triton_fails
 from megatron.core.options import ConfigError, shown
 from megatron.core.transformer.documents import Documents
 from megatron.core.transformer.layer import LayerOutput, TransformerLayer
@@ -69,7 +69,9 @@ def compile_layers(model: nn.Module) -> int:
 def check_compiler(kinds: Iterable[str]) -> None:
     """ConfigError if there is no compiler for one of these kinds of devices, or none that works."""
     kinds = [*kinds]
-    uses_triton = any(kernels_of(torch.device(kind)).has_triton for kind in kinds)
+    uses_triton = any(
+        kind in kinds_of_accelerators() and driver_of(kind).has_triton for kind in kinds
+    )
     if uses_triton and (missing := why_triton_fails()):
         raise ConfigError(
             f"--compile-layers: expected what Triton needs for a GPU's kernels, got {missing}."

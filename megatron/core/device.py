@@ -78,10 +78,11 @@ class Device:
 
     def order_collectives(self) -> None:
         """Has collectives of different groups start in the order in which this process launches
-        them. Call it before the process group is made, if experts are divided over ranks.
+        them. Call it before the process group is made, if experts are divided over ranks or
+        there are several machines.
 
-        NCCL's kernels wait on the device for their peers. Ranks that start the exchange of tokens
-        and FSDP's collectives in different orders could wait for each other forever.
+        NCCL's kernels wait on the device for their peers. Ranks that start the exchange of tokens,
+        gathers and reductions in different orders could wait for each other forever.
         """
         if self.is_accelerator:
             self._driver.order_collectives()

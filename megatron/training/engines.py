@@ -104,21 +104,17 @@ class ModuleEngine:
             RuntimeError: before `initialize`, and after a load that broke off while it was read
                 into place, until another one succeeds.
         """
-        state = self._loadable
+        state = self._state
+        if state is None:
+            raise RuntimeError(
+                "Expected initialize to have been called, got an engine without a model."
+            )
         if state.torn:
             raise RuntimeError(
                 "Expected another load, got an engine after one that broke off: its "
                 f"{' and '.join(sorted(state.torn))} are partly the checkpoint's."
             )
         return state
-
-    @property
-    def _loadable(self) -> RunState:
-        if self._state is None:
-            raise RuntimeError(
-                "Expected initialize to have been called, got an engine without a model."
-            )
-        return self._state
 
     @property
     def model(self) -> nn.Module:
@@ -391,7 +387,7 @@ class ModuleEngine:
                 the engine has made no step, it may then need another load before it is used.
             ConfigError: likewise, if its schedule differs from the engine's.
         """
-        state = self._loadable
+        state = self._state or self.state  # of an engine after a load that broke off, too
         state.optimizer.synchronize()
         if meta.weight_format == "hf":
             load_hf(self.model, meta.path, adds_rows=meta.adds_rows)

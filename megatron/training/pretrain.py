@@ -105,7 +105,8 @@ def pretrain(
     numa.set_binding(is_on=config.device.numa_binding)
     kind = kind_of(config.device.device)
     device = Device.for_rank(kind, launch.local_rank, launch.local_world_size)
-    if config.parallel.expert_model_parallel_size > 1:
+    has_machines = launch.world_size > launch.local_world_size
+    if has_machines or config.parallel.expert_model_parallel_size > 1:
         device.order_collectives()
     providers = Providers(model_provider, datasets_provider, forward_step, flops_per_sequence)
     is_embedded = dist.is_initialized()

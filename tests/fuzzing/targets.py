@@ -45,9 +45,9 @@ from megatron.core.transformer.config import TransformerConfig
 from megatron.training.arguments import parse_config
 from megatron.training.checkpoint.hf_weights import load_hf, save_hf
 from megatron.training.checkpoint.loading import load_run
-from megatron.training.checkpoint.run_state import save_torch_dcp
+from megatron.training.checkpoint.run_state import RunState, save_torch_dcp
 from megatron.training.config import EngineConfig
-from megatron.training.engines import ModuleEngine, build_engine
+from megatron.training.engines import build_engine
 from megatron.training.health.events import (
     METRICS_FILE,
     EarlierFindings,
@@ -134,7 +134,7 @@ class Run(Target):
         self._flags = flags
 
     @functools.cached_property
-    def _engine(self) -> ModuleEngine:
+    def _state(self) -> RunState:
         parallel = DataParallelConfig(use_torch_fsdp2=self._format == "torch_dcp")
         config = EngineConfig(OptimizerConfig(), SCHEDULE, parallel, train_iters=8)
         engine = build_engine(config, CPU, build_mesh("cpu", 1))
@@ -147,13 +147,14 @@ class Run(Target):
 
         for _ in range(ITERATION):
             engine.train_batch([{"x": x}], loss)
-        return engine
+        # Kept, since an engine does not show it after a load that broke off.
+        return engine.state
 
     def prepare(self) -> None:
-        _ = self._engine
+        _ = self._state
 
     def make(self, folder: Path) -> None:
-        state = self._engine.state
+        state = self._state
         if self._format == "torch_dcp":
             save_torch_dcp(str(folder), state, CPU, state.info(), with_optim=True)
             return
@@ -164,7 +165,7 @@ class Run(Target):
         track(store, ITERATION)
 
     def reset(self) -> None:
-        state = self._engine.state
+        state = self._state
         for tensor in self._tensors().values():
             with torch.no_grad():
                 tensor.fill_(POISON)
@@ -175,7 +176,7 @@ class Run(Target):
 
     def _tensors(self) -> dict[str, torch.Tensor]:
         """Of the model and the optimizer, as they lie in memory."""
-        state, found = self._engine.state, {}
+        state, found = self._state, {}
         for name, parameter in state.model.named_parameters():
             found[name] = local_tensor(parameter)
             for kind, value in state.optimizer.optimizer.state[parameter].items():
@@ -185,14 +186,14 @@ class Run(Target):
 
     def read(self, folder: Path) -> Any:
         config = CheckpointConfig(load=str(folder), **self._flags)
-        loaded = load_run(config, SCHEDULE, self._engine.state, CPU)
+        loaded = load_run(config, SCHEDULE, self._state, CPU)
         if loaded is None:
             return {"nothing": True}
         info = None if loaded.info is None else digest(loaded.info.to_plain())
         return {"state": self.left(), "info": info, "path": Path(loaded.path).name}
 
     def left(self) -> str:
-        state = self._engine.state
+        state = self._state
         groups = state.optimizer.optimizer.param_groups
         options = [{**group, "params": None} for group in groups]
         counters, schedule = vars(state.step_info), state.schedule.state()

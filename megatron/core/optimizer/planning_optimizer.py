@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 from megatron.core.lane_timings import LaneTimings
-from megatron.core.optimizer.state_units import StateUnit
+from megatron.core.optimizer.state_units import StateUnit, one_unit
 from megatron.core.optimizer.step_inputs import StepInputs
 from megatron.core.timeline import AnyTimeline
 
@@ -104,3 +104,9 @@ class PlanningOptimizer(torch.optim.Optimizer, ABC):
             return None
         with torch.enable_grad():
             return closure()
+
+
+def state_units(optimizer: torch.optim.Optimizer) -> list[StateUnit]:
+    """The units of any optimizer, in the order of forward. Its states must have been allocated."""
+    ours = PlanningOptimizer.of(optimizer)
+    return [one_unit(optimizer)] if ours is None else ours.state_units()

@@ -14,7 +14,7 @@ waits for all of it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -29,11 +29,8 @@ class KeepsScales(Protocol):
 
     @property
     def state(self) -> Mapping[torch.Tensor, Mapping[str, Any]]: ...
-
     def state_scale(self, param: torch.Tensor, state_name: str) -> torch.Tensor | None: ...
-
     def get_unscaled_state(self, param: torch.Tensor, state_name: str) -> torch.Tensor: ...
-
     def set_scaled_state(
         self, param: torch.Tensor, state_name: str, unscaled_state: torch.Tensor
     ) -> None: ...
@@ -59,21 +56,6 @@ class StateUnit(NamedTuple):
     updated: Event | None
     hold: Callable[[Event], None]
     scaled_by: KeepsScales | None = None
-
-
-@runtime_checkable
-class _InUnits(Protocol):
-    """An optimizer with `state_units`."""
-
-    def state_units(self) -> list[StateUnit]:
-        """In the order of forward."""
-
-
-def state_units(optimizer: torch.optim.Optimizer) -> list[StateUnit]:
-    """The units of an optimizer, whose states must have been allocated, in the order of forward."""
-    if isinstance(optimizer, _InUnits):
-        return optimizer.state_units()
-    return [one_unit(optimizer)]
 
 
 def one_unit(optimizer: torch.optim.Optimizer) -> StateUnit:

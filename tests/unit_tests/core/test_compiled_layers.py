@@ -182,7 +182,7 @@ def test_a_machine_without_a_compiler_is_refused(monkeypatch: pytest.MonkeyPatch
     monkeypatch.delenv("CC", raising=False)
     with pytest.raises(ConfigError, match=r"a C\+\+ compiler, .* no (g|clang)\+\+ in"):
         compile_layers(build())
-    check_compiler(["xpu"])  # a kind with kernels of its own
+    check_compiler(["a kind with kernels of its own"])
     if importlib.util.find_spec("triton"):
         with pytest.raises(ConfigError, match=r"--compile-layers: .* no gcc or clang"):
             check_compiler(["cuda"])

@@ -39,7 +39,8 @@ from megatron.core.distributed.fsdp.parameter_group import FsdpParameterGroup, g
 from megatron.core.distributed.fsdp.placement import sharded_axes
 from megatron.core.distributed.torch_fsdp2 import reshard
 from megatron.core.dtensors import local_tensor
-from megatron.core.optimizer.state_units import StateUnit, state_units
+from megatron.core.optimizer.planning_optimizer import state_units
+from megatron.core.optimizer.state_units import StateUnit
 from megatron.core.optimizer.torch_optimizer import init_states
 from megatron.core.transformer.fused_weight import FusedWeight, fused_weights
 

@@ -14,11 +14,12 @@ from megatron.core.dtensors import local_tensor
 from megatron.core.optimizer.clip_grads import scale_grads
 from megatron.core.optimizer.cpu_offloading.groups import OffloadGroup
 from megatron.core.optimizer.cpu_offloading.hybrid_settings import HybridSettings, Updater
+from megatron.core.optimizer.planning_optimizer import state_units
 from megatron.core.optimizer.rule_optimizer import RuleOptimizer, RuleStep
 from megatron.core.optimizer.rules import UpdateRule
 from megatron.core.optimizer.state_loading import check_like
 from megatron.core.optimizer.state_tensors import MASTER, like
-from megatron.core.optimizer.state_units import StateUnit, state_units
+from megatron.core.optimizer.state_units import StateUnit
 from megatron.core.optimizer.step_inputs import IDENTITIES
 from megatron.core.optimizer.torch_optimizer import init_torch_states, load_torch_states
 

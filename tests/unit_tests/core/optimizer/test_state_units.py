@@ -12,7 +12,8 @@ from megatron.core.device import Device
 from megatron.core.lanes import Lane
 from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDeviceOptimizer
 from megatron.core.optimizer.fused_adam import FusedAdam
-from megatron.core.optimizer.state_units import StateUnit, state_units
+from megatron.core.optimizer.planning_optimizer import state_units
+from megatron.core.optimizer.state_units import StateUnit
 
 DEVICE = Device("cpu")
 SECONDS = 20.0
