@@ -67,12 +67,8 @@ class BucketStep(NamedTuple):
     begin: Callable[[], None]
     # Given the factor of the gradients, starts the update; returns what waits until it is done.
     start: Callable[[float], Callable[[], None]]
-    pieces: Sequence[Piece] = ()  # what a rule's work does; none of other optimizers
-
-    @property
-    def nbytes(self) -> int:
-        """That the work reads and writes; 0: not known."""
-        return sum(piece.traffic for piece in self.pieces)
+    pieces: Sequence[Piece] = ()  # of a rule's work; none of other optimizers
+    nbytes: int = 0  # that the work reads and writes; 0: not known
 
 
 class Bucket(ABC):

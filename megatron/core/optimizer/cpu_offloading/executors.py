@@ -133,7 +133,8 @@ class RuleExecutor(Executor):
 
         gradients = [(each.slot, each.gradient) for each in stepped]
         start = partial(self._kernel.submit, pieces)
-        return BucketStep(self.bucket, gradients, begin, start, pieces)
+        nbytes = sum(piece.traffic for piece in pieces)
+        return BucketStep(self.bucket, gradients, begin, start, pieces, nbytes)
 
     def _planned_pieces(self, slots: Sequence[int], scalars: Sequence[Hashable]) -> list[Piece]:
         """The pieces of some slots with the scalars of each."""
