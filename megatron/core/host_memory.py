@@ -28,9 +28,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from megatron.core.device import Device
-from megatron.core.issued_collectives import issuing
 from megatron.core.local_ranks import CGROUPS, lines_of, local_world_size, own_cgroups
 from megatron.core.log import counted
+from megatron.core.mesh import all_reduce_over
 from megatron.core.numa import prefer_node, touch_from_node
 
 ARRAY_ALIGNMENT = 64  # bytes: a cache line, and the widest vector load
@@ -320,9 +320,7 @@ def check_memory_on_all_ranks(
     device = "cpu" if mesh is None else mesh.device_type
     most = torch.tensor(failed_bytes, dtype=torch.int64, device=device)
     if mesh is not None:
-        for axis in range(mesh.ndim):
-            with issuing("all-reduce of the host memory that is missing", most):
-                dist.all_reduce(most, op=dist.ReduceOp.MAX, group=mesh.get_group(axis))
+        all_reduce_over(mesh, most, dist.ReduceOp.MAX, "the host memory that is missing")
 
     if failure is not None:
         raise failure

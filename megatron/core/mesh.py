@@ -126,6 +126,19 @@ def _build(device_kind: str, shape: tuple[int, ...], names: tuple[str, ...]) -> 
     return mesh
 
 
+def all_reduce_over(
+    mesh: DeviceMesh, tensor: torch.Tensor, op: dist.ReduceOp.RedOpType, what: str
+) -> None:
+    """Reduces a tensor in place over all axes of a mesh, so that all of its ranks have the same.
+
+    Args:
+        what: the tensor's contents, for the watchdog.
+    """
+    for axis in range(mesh.ndim):
+        with issuing(f"all-reduce of {what}", tensor):
+            dist.all_reduce(tensor, op, group=mesh.get_group(axis))
+
+
 def ensure_default_group(backend: str) -> None:
     """Makes a missing default process group: of the launcher's ranks, or of this process
     alone if no launcher has started it.

@@ -23,7 +23,7 @@ from megatron.core.device import Device
 from megatron.core.distributed.units import sharding_units, units_of
 from megatron.core.dtypes import DTYPES
 from megatron.core.host_memory import format_bytes
-from megatron.core.issued_collectives import issuing
+from megatron.core.mesh import all_reduce_over
 from megatron.core.models.gpt.activations import ActivationBytes, Microbatch, activation_bytes
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer.config import AUTO
@@ -289,9 +289,7 @@ def _least_memory(device: Device, mesh: DeviceMesh) -> tuple[int, int]:
     """Returns the bytes that can be planned, and the free ones, on the device with the least."""
     own = [device.spare_memory_bytes(), device.memory_info()[0]]
     least = torch.tensor(own, dtype=torch.int64, device=device.torch_device)
-    for axis in range(mesh.ndim):
-        with issuing("all-reduce of the least device memory", least):
-            dist.all_reduce(least, op=dist.ReduceOp.MIN, group=mesh.get_group(axis))
+    all_reduce_over(mesh, least, dist.ReduceOp.MIN, "the least device memory")
     limit, free = least.tolist()
     return limit, free
 

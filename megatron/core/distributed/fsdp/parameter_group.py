@@ -54,8 +54,8 @@ from megatron.core.distributed.fsdp.group_weights import (
 )
 from megatron.core.distributed.fsdp.placement import axes_to_move
 from megatron.core.dtensors import is_partial, local_tensor
-from megatron.core.issued_collectives import issuing
 from megatron.core.lanes import Event, Lane
+from megatron.core.mesh import all_reduce_over
 from megatron.core.timeline import NO_TIMELINE, AnyTimeline
 from megatron.core.trace_file import D2H, GATHER, REDUCE
 
@@ -605,12 +605,8 @@ class FsdpParameterGroup:
         rows = [self.main_weight.get_local_tensor(index) for index in range(len(self.names))]
         is_empty = torch.stack([own.isnan().any() for own in rows])
         flags = is_empty.to(self._device.torch_device, torch.int32)
-
-        def exchange() -> None:
-            for axis in range(self.mesh.ndim):
-                with issuing("all-reduce of which weights have values", flags):
-                    dist.all_reduce(flags, dist.ReduceOp.MAX, group=self.mesh.get_group(axis))
-
+        what = "which weights have values"
+        exchange = partial(all_reduce_over, self.mesh, flags, dist.ReduceOp.MAX, what)
         lane.enqueue(exchange, [self._device.event()]).wait()
         return [name for name, flag in zip(self.names, flags.tolist(), strict=True) if flag]
 

@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from megatron.core.issued_collectives import issuing
 from megatron.core.lane_timings import D2H, H2D, HOST, LANES, StepTimings
+from megatron.core.mesh import all_reduce_over
 from megatron.core.optimizer.pass_times import PassTimes
 
 logger = logging.getLogger(__name__)
@@ -111,7 +111,5 @@ def _slowest(times: PassTimes, mesh: DeviceMesh | None) -> PassTimes:
     if mesh is None:
         return times
     most = torch.tensor(times, dtype=torch.float64, device=mesh.device_type)
-    for axis in range(mesh.ndim):
-        with issuing("all-reduce of the times of the update", most):
-            dist.all_reduce(most, op=dist.ReduceOp.MAX, group=mesh.get_group(axis))
+    all_reduce_over(mesh, most, dist.ReduceOp.MAX, "the times of the update")
     return PassTimes(*most.tolist())
