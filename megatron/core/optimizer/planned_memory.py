@@ -33,7 +33,7 @@ from megatron.core.optimizer.cpu_offloading.bucket import padded_numel
 from megatron.core.optimizer.cpu_offloading.groups import OffloadGroup
 from megatron.core.optimizer.cpu_offloading.host_layout import BucketShape, HostLayout, HostRules
 from megatron.core.optimizer.cpu_offloading.plan import OffloadPlan
-from megatron.core.optimizer.cpu_offloading.streamed_pass import slots_nbytes
+from megatron.core.optimizer.cpu_offloading.streamed_pass import NUM_SLOTS, SlotSize
 from megatron.core.optimizer.distrib_optimizer import offload_groups
 from megatron.core.optimizer.rules import rule_of
 from megatron.core.optimizer.state_memory import (
@@ -145,11 +145,12 @@ class _Planner:
 
     def host_needs(self) -> list[HostNeed]:
         """The host's part, the states of a rule as one need."""
-        nbytes: dict[str, int] = {}
+        needs: dict[str, HostNeed] = {}
         for name, size in self._host.items():
             what = "optimizer states" if name in self._state_dtypes else name
-            nbytes[what] = nbytes.get(what, 0) + size
-        return [HostNeed(what, size, what in self._pinned) for what, size in nbytes.items() if size]
+            before = needs[what].nbytes if what in needs else 0
+            needs[what] = HostNeed(what, before + size, name in self._pinned)
+        return [need for need in needs.values() if need.nbytes]
 
     # Parameter groups
 
@@ -178,10 +179,11 @@ class _Planner:
             for fsdp_group in _each_once(by_parameter[id(p)] for p in group.parameters)
         ]
         if buckets and self._config.update_on_device != 0:
-            longest = max(group.optimizer_numel for group in buckets)
-            widest = max((group.main_dtype for group in buckets), key=lambda dtype: dtype.itemsize)
-            dtypes = [widest, *self._state_dtypes.values()]
-            self._add(SLOTS, slots_nbytes(longest, dtypes))
+            size = SlotSize.of(
+                [(group.optimizer_numel, group.main_dtype) for group in buckets],
+                self._state_dtypes.values(),
+            )
+            self._add(SLOTS, NUM_SLOTS * size.nbytes)
         self._add_buckets(
             [
                 BucketShape(
@@ -268,8 +270,9 @@ class _Planner:
         )
         self._host.update(layout.nbytes_by_state)
         self._pinned = {need.what for need in layout.needs if need.is_pinned}
-        if config.pins_states and self._settings.is_accelerator:
-            self._pinned |= {MAIN, "optimizer states"}
+        # Main weights that start in host memory are not among the needs.
+        if layout.pins[MAIN] and self._settings.is_accelerator:
+            self._pinned.add(MAIN)
 
     def _add_states(self, numel: int, dtype: torch.dtype) -> None:
         """Adds states of parameters of this dtype that are stepped on the device."""

@@ -48,7 +48,7 @@ class Pending(NamedTuple):
     """An update of a bucket that has been queued.
 
     Attributes:
-        updated: main weights and states in host memory are new.
+        updated: the parameters and their states may be read in host memory.
         sent: compute weights on the device are new, the gradients have been read, and the arrays
             of both are free again.
         done: the later of the two.
@@ -182,8 +182,9 @@ class Bucket(ABC):
         return lane.enqueue(work, after=[*after, *in_flight])
 
     def updates(self) -> list[Event]:
-        """The events after which main weights and states may be read."""
-        return [] if self.pending is None else [self.pending.updated]
+        """The events after which the bucket may be updated again, on either side."""
+        # The device writes over weights that the host may still be sending.
+        return [] if self.pending is None else [self.pending.done]
 
     def take_reads(self) -> list[Event]:
         """Hands over the events that the next update waits for."""

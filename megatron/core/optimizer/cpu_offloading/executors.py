@@ -84,12 +84,7 @@ class Executor(ABC):
         parameters = [slot.parameter for slot in bucket.slots]
         states = [self.states(index) for index in range(len(parameters))]
 
-        # Where the device waits for its weights, parameters are the main weights themselves, which
-        # may be read once they are updated.
-        pending = bucket.pending
-        updated = None if pending is None else pending.updated
-        if pending is not None and not bucket.is_delivered:
-            updated = pending.sent
+        updated = None if bucket.pending is None else bucket.pending.updated
         return StateUnit(owner, parameters, states, updated, bucket.reads.append)
 
 

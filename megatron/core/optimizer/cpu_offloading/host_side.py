@@ -35,7 +35,11 @@ from megatron.core.optimizer.cpu_offloading.executors import (
 )
 from megatron.core.optimizer.cpu_offloading.host_layout import HostAllocator
 from megatron.core.optimizer.cpu_offloading.hybrid_settings import HybridSettings
-from megatron.core.optimizer.cpu_offloading.streamed_pass import StreamedPass, slots_nbytes
+from megatron.core.optimizer.cpu_offloading.streamed_pass import (
+    NUM_SLOTS,
+    SlotSize,
+    StreamedPass,
+)
 from megatron.core.optimizer.cpu_offloading.update_split import SplitChooser, interleaved
 from megatron.core.optimizer.kernels.host_threads import host_threads
 from megatron.core.optimizer.kernels.piece import HostKernel, Kernel, Piece
@@ -155,11 +159,11 @@ class HostSide:
         if rule is None or self._kernel is None or not buckets:
             return
 
-        longest = max(bucket.numel for bucket in buckets)
-        widest = max((bucket.main_dtype for bucket in buckets), key=lambda dtype: dtype.itemsize)
-        dtypes = [widest, *rule.state_dtypes.values()]
+        size = SlotSize.of(
+            [(bucket.numel, bucket.main_dtype) for bucket in buckets], rule.state_dtypes.values()
+        )
         if self._streamed is not None:
-            if slots_nbytes(longest, dtypes) <= self._streamed.nbytes:
+            if size.nbytes <= self._streamed.size.nbytes:
                 return
             # Before its memory is freed, which queued work still uses.
             self._streamed.close()
@@ -168,7 +172,7 @@ class HostSide:
         kernel: Kernel = self._kernel
         if device.is_accelerator:
             kernel = rule.device_kernel(device.torch_device)
-        self._streamed = StreamedPass(device, kernel, longest, dtypes)
+        self._streamed = StreamedPass(device, kernel, size)
 
     def _streamed_share(self) -> float:
         """Of the elements, those that the device updates."""
@@ -279,7 +283,8 @@ class HostSide:
             after=[fetched, *reads, *bucket.updates()],
         )
         sent = relay(self.lanes.host, update, after=[start])
-        bucket.pending = Pending(sent.first, sent, sent)
+        # Where the device waits for its weights, parameters are the main weights themselves.
+        bucket.pending = Pending(sent.first if bucket.is_delivered else sent, sent, sent)
         bucket.deliver(timings)
         return fetched
 
@@ -295,9 +300,7 @@ class HostSide:
         bucket, streamed = step.bucket, self._streamed
         assert streamed is not None, "made with the first streamed bucket"
         step.begin()
-        # The host may have sent the weights of its last update, over which the device now writes.
-        done = [] if bucket.pending is None else [bucket.pending.done]
-        free = [*bucket.take_reads(), *done]
+        free = [*bucket.take_reads(), *bucket.updates()]
         bucket.pending = streamed.queue(pieces, grad_scale, now, free, timings, bucket.name)
         bucket.hold_gradients(bucket.pending.sent)
         bucket.deliver(timings)
@@ -389,7 +392,7 @@ class HostSide:
     @property
     def slots_nbytes(self) -> int:
         """Bytes on the device through which the states of streamed buckets pass."""
-        return 0 if self._streamed is None else self._streamed.nbytes
+        return 0 if self._streamed is None else NUM_SLOTS * self._streamed.size.nbytes
 
     def all_nbytes_by_state(self) -> dict[str, int]:
         """`nbytes_by_state`, and the states that optimizers of torch's have so far."""

@@ -14,17 +14,18 @@ bits, so which of them updates a bucket is only a matter of time.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
+from typing import NamedTuple
 
 import torch
 
 from megatron.core.device import Device
-from megatron.core.host_memory import ARRAY_ALIGNMENT
+from megatron.core.host_memory import SlabBuilder
 from megatron.core.lane_timings import D2H, H2D, StepRecorder
 from megatron.core.lanes import Event, RelayedEvent
 from megatron.core.optimizer.cpu_offloading.bucket import Pending
-from megatron.core.optimizer.kernels.piece import Kernel, Piece
+from megatron.core.optimizer.kernels.piece import Kernel, Piece, joined
 
 # Elements of a slot. Adam's 12 bytes of each take 4 ms on a link of 50 GB/s: long compared with the
 # launches for a chunk, and short compared with a forward, which waits for the first one.
@@ -32,36 +33,62 @@ SLOT_NUMEL = 16 << 20
 NUM_SLOTS = 2
 
 
-class StreamedPass:
-    """The lanes and slots of one optimizer."""
+class SlotSize(NamedTuple):
+    """The size of a slot: room for one chunk of any bucket.
 
-    def __init__(
-        self, device: Device, kernel: Kernel, numel: int, dtypes: Iterable[torch.dtype]
-    ) -> None:
-        """
+    Attributes:
+        numel: elements of a chunk, at most.
+        dtypes: of main weights and states. Buckets with wider ones do not fit.
+    """
+
+    numel: int
+    dtypes: tuple[torch.dtype, ...]
+
+    @classmethod
+    def of(
+        cls, buckets: Iterable[tuple[int, torch.dtype]], states: Iterable[torch.dtype]
+    ) -> SlotSize:
+        """Of some buckets, one at least.
+
         Args:
-            kernel: the rule's, for tensors of the device.
-            numel: of the longest bucket.
-            dtypes: of main weights and states. Buckets with others do not fit.
+            buckets: elements of each, and the dtype of its main weights.
+            states: dtypes of the rule's states.
         """
+        numels, mains = zip(*buckets, strict=True)
+        widest = max(mains, key=lambda dtype: dtype.itemsize)
+        return cls(min(SLOT_NUMEL, max(numels)), (widest, *states))
+
+    @property
+    def nbytes(self) -> int:
+        """Of one slot."""
+        builder = SlabBuilder()
+        for dtype in self.dtypes:
+            builder.add(self.numel, dtype)
+        return builder.nbytes
+
+
+class StreamedPass:
+    """The lanes and slots of one optimizer.
+
+    Attributes:
+        size: of each slot.
+    """
+
+    def __init__(self, device: Device, kernel: Kernel, size: SlotSize) -> None:
+        """`kernel`: the rule's, for tensors of the device."""
+        self.size = size
         self._kernel = kernel
-        self._numel = min(numel, SLOT_NUMEL)
         self._issue = device.host_lane("optimizer states issue")
         self._up = device.lane("optimizer states up")
         self._update = device.lane("optimizer states update")
         self._down = device.lane("optimizer states down")
-        memory = torch.empty(
-            slots_nbytes(numel, dtypes), dtype=torch.uint8, device=device.torch_device
-        )
-        self._slots = memory.chunk(NUM_SLOTS)
+        self._slots = [
+            torch.empty(size.nbytes, dtype=torch.uint8, device=device.torch_device)
+            for _ in range(NUM_SLOTS)
+        ]
         # By slot: the event after which it may be filled. Work of before may use the memory still.
         self._free: list[Event] = [device.event()] * NUM_SLOTS
         self._next = 0
-
-    @property
-    def nbytes(self) -> int:
-        """Of the slots, on the device."""
-        return sum(slot.nbytes for slot in self._slots)
 
     def queue(
         self,
@@ -86,7 +113,7 @@ class StreamedPass:
 
         def issue() -> None:
             ends = now, now
-            for chunk in chunks(pieces, self._numel):
+            for chunk in chunks(pieces, self.size.numel):
                 ends = self._issue_chunk(chunk, grad_scale, now, timings, name)
             sent.append(ends[0])
             updated.append(ends[1])
@@ -110,13 +137,12 @@ class StreamedPass:
     ) -> tuple[Event, Event]:
         """Returns the events after the update and after the way down."""
         number, self._next = self._next, (self._next + 1) % NUM_SLOTS
-        at_home = _joined(parts)
+        at_home = joined(parts)
         in_slot = _in_memory(at_home, self._slots[number])
-        nbytes = sum(array.nbytes for array in at_home.values())
+        nbytes = sum(array.nbytes for array in _kept(at_home))
         staged, start = [], 0
         for part in parts:
-            own = {name: a.narrow(0, start, part.numel) for name, a in in_slot.items()}
-            staged.append(part._replace(weight=own.pop(_WEIGHT), states=own))
+            staged.append(in_slot.part(start, part.numel)._replace(step=part.step))
             start += part.numel
 
         up = timings.timed(H2D, partial(_copy, at_home, in_slot), nbytes, name)
@@ -154,36 +180,23 @@ def chunks(pieces: Iterable[Piece], numel: int) -> Iterator[list[Piece]]:
         yield chunk
 
 
-def slots_nbytes(numel: int, dtypes: Iterable[torch.dtype]) -> int:
-    """Bytes of the slots for buckets of at most `numel` elements."""
-    length = min(numel, SLOT_NUMEL)
-    return NUM_SLOTS * sum(_aligned(length * dtype.itemsize) for dtype in dtypes)
+def _kept(piece: Piece) -> list[torch.Tensor]:
+    """The arrays whose home is host memory: main weights and states."""
+    return [piece.weight, *piece.states.values()]
 
 
-# The main weights among the arrays of a chunk; the others are states.
-_WEIGHT = "main weights"
+def _in_memory(piece: Piece, memory: torch.Tensor) -> Piece:
+    """The piece with its main weights and states in a slot."""
+    builder = SlabBuilder()
+
+    def take(array: torch.Tensor) -> torch.Tensor:
+        begin = builder.add(array.numel(), array.dtype)
+        return memory.narrow(0, begin, array.nbytes).view(array.dtype)
+
+    weight = take(piece.weight)
+    return piece._replace(weight=weight, states={n: take(s) for n, s in piece.states.items()})
 
 
-def _joined(parts: Sequence[Piece]) -> dict[str, torch.Tensor]:
-    """The main weights and states of adjacent pieces as one array each."""
-    numel = sum(part.numel for part in parts)
-    arrays = {_WEIGHT: parts[0].weight, **parts[0].states}
-    return {name: array.as_strided((numel,), (1,)) for name, array in arrays.items()}
-
-
-def _in_memory(arrays: Mapping[str, torch.Tensor], memory: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Arrays like these in a slot."""
-    found, offset = {}, 0
-    for name, array in arrays.items():
-        found[name] = memory.narrow(0, offset, array.nbytes).view(array.dtype)
-        offset += _aligned(array.nbytes)
-    return found
-
-
-def _copy(source: Mapping[str, torch.Tensor], target: Mapping[str, torch.Tensor]) -> None:
-    for name, array in source.items():
-        target[name].copy_(array, non_blocking=True)
-
-
-def _aligned(nbytes: int) -> int:
-    return -(-nbytes // ARRAY_ALIGNMENT) * ARRAY_ALIGNMENT
+def _copy(source: Piece, target: Piece) -> None:
+    for array, copy in zip(_kept(source), _kept(target), strict=True):
+        copy.copy_(array, non_blocking=True)

@@ -10,7 +10,7 @@ rounding to nearest even. A NaN becomes the one whose remainder is zero.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
@@ -170,7 +170,7 @@ def merged(pieces: Iterable[Piece]) -> list[Piece]:
             runs[-1].append(piece)
         else:
             runs.append([piece])
-    return [_joined(run) for run in runs]
+    return [joined(run) for run in runs]
 
 
 def check_grad_scale(grad_scale: float) -> None:
@@ -229,11 +229,12 @@ def _adjacent(tensor: torch.Tensor, following: torch.Tensor) -> bool:
     )
 
 
-def _joined(run: list[Piece]) -> Piece:
+def joined(run: Sequence[Piece]) -> Piece:
+    """Pieces whose arrays are all adjacent as one, with the first one's step."""
     if len(run) == 1:
         return run[0]
 
-    # `_adjacent` has made sure that the storage reaches so far.
+    # The storage reaches so far, since the last piece is in it.
     numel = sum(piece.numel for piece in run)
     return run[0].mapped(lambda tensor: tensor.detach().as_strided((numel,), (1,)))
 
