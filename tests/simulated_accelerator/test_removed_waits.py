@@ -73,15 +73,22 @@ def _forward_before_the_step(case: str, without: str | None) -> float:
     return loss.item()
 
 
+@contextmanager
+def _lane_held_after_a_step(lane: str, case: str, without: str | None) -> Iterator[ModuleEngine]:
+    """An engine after a step that is over. While open, a wait is missing and a lane is held."""
+    with recorded_lanes() as lanes:
+        engine = engines.make_engine(case, "sim")
+    engines.train(engine, "sim", range(1))
+    engine.state.optimizer.synchronize()
+    with _without(without), _held_until_delivered(engine, lanes[lane], without):
+        yield engine
+
+
 def _gradients_that_come_late(case: str, without: str | None) -> float:
     """The loss after a step whose gradients come down long after the step has synchronised with the
     device.
     """
-    with recorded_lanes() as lanes:
-        engine = engines.make_engine(case, "sim")
-    engines.train(engine, "sim", range(1))
-
-    with _without(without), _held_until_delivered(engine, lanes["optimizer d2h"], without):
+    with _lane_held_after_a_step("optimizer d2h", case, without) as engine:
         engine.train_batch(engines.batches(7, "sim"), engines.forward_step)
     return engine.eval_batch(engines.batches(8, "sim"), engines.forward_step)
 
@@ -90,15 +97,7 @@ def _updates_that_come_late(case: str, without: str | None) -> float:
     """The loss after a step whose update on the device comes after its states could be back in host
     memory.
     """
-    with recorded_lanes() as lanes:
-        engine = engines.make_engine(case, "sim")
-    engines.train(engine, "sim", range(1))
-    engine.state.optimizer.synchronize()
-
-    with (
-        _without(without),
-        _held_until_delivered(engine, lanes["optimizer states update"], without),
-    ):
+    with _lane_held_after_a_step("optimizer states update", case, without) as engine:
         engine.train_batch(engines.batches(7, "sim"), engines.forward_step)
     engine.train_batch(engines.batches(8, "sim"), engines.forward_step)
     return engine.eval_batch(engines.batches(9, "sim"), engines.forward_step)
@@ -106,15 +105,7 @@ def _updates_that_come_late(case: str, without: str | None) -> float:
 
 def _updates_on_the_host_after_the_device(case: str, without: str | None) -> float:
     """The loss after a step of the host over states that are not back yet from the device."""
-    with recorded_lanes() as lanes:
-        engine = engines.make_engine(case, "sim")
-    engines.train(engine, "sim", range(1))
-    engine.state.optimizer.synchronize()
-
-    with (
-        _without(without),
-        _held_until_delivered(engine, lanes["optimizer states down"], without),
-    ):
+    with _lane_held_after_a_step("optimizer states down", case, without) as engine:
         engine.train_batch(engines.batches(7, "sim"), engines.forward_step)
         for bucket in engine.state.optimizer.optimizer._sides.host_side.buckets:
             bucket.is_streamed = False
