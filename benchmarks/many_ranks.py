@@ -1,5 +1,5 @@
-"""What a rank computes about a run of thousands of ranks: seconds and memory at two numbers of
-them.
+"""Time and memory of a rank's planning and of its description of a save, at two large numbers of
+ranks.
 
     python -m benchmarks.many_ranks
 
@@ -7,15 +7,15 @@ One process, models on the meta device, no memory for tensors: Llama-3-70B, and 
 671B parameters, whose experts 64 ranks divide among them. Weights and two moments in fp32, sharded
 as ZeRO-3.
 
-    plan            what a run plans before it shards: parameter groups, layouts, memory at rest
+    plan            the plan before sharding: parameter groups, layouts, memory at rest
     another rank    in a save: its chunks, their offsets in its file, and their digest
     rank 0          in a save: the content of `.metadata` and `index.json`, with the offsets of all
                     chunks in all ranks' files
-    manifests       in a save: rank 0's digests of what each rank must have written
+    manifests       in a save: rank 0's digests of the content that each rank writes
 
-Only what rank 0 does grows with the ranks: its bar is a time for each chunk. The other bars compare
-the larger number of ranks with the smaller one. Sides run interleaved, and seconds are those of the
-processor. Memory is the peak of Python's allocations, in a run before.
+Only the work of rank 0 grows with the number of ranks: its bar is a time for each chunk. The other
+bars compare the larger number of ranks with the smaller one. Sides run interleaved. Seconds are
+processor time; memory is the peak of Python allocations, measured in a separate run.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def planned(model: GPTModel, num_ranks: int, expert_size: int) -> ShardPlan:
-    """What a run computes before it shards."""
+    """The plan before sharding."""
     parallel = DataParallelConfig(expert_model_parallel_size=expert_size)
     settings = StateSettings(OptimizerConfig(), parallel, torch.bfloat16, num_ranks)
     return plan_memory(model, settings, None, num_ranks // 2).shards
@@ -152,7 +152,7 @@ def tensors_of(model: GPTModel, plan: ShardPlan, num_ranks: int) -> list[SavedAs
 def sides_of(
     model: GPTModel, num_ranks: int, expert_size: int
 ) -> tuple[dict[str, Callable[[], object]], int]:
-    """What is measured, by what it is called; and the number of chunks."""
+    """The measured functions by name, and the number of chunks."""
     plan, rank = planned(model, num_ranks, expert_size), num_ranks // 2
     index = build_index("a save", tensors_of(model, plan, num_ranks), {})
 
@@ -185,7 +185,7 @@ def processor_seconds(work: Callable[[], object]) -> float:
 
 
 def peak_mib(work: Callable[[], object]) -> float:
-    """The peak of Python's allocations."""
+    """The peak of Python allocations, in bytes."""
     tracemalloc.start()
     try:
         result = work()
