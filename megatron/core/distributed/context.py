@@ -80,18 +80,20 @@ def divide_context(
     Raises:
         ValueError: see `check_context`.
     """
-    mixers = {
-        name or THE_MODEL: module
-        for name, module in model.named_modules()
-        if isinstance(module, GatedDeltaNet) or (isinstance(module, Attention) and module.is_causal)
-    }
-    check_context(
-        (module.spec for module in mixers.values()), dist.get_world_size(group), comm_type
-    )
+    mixers: dict[str, Attention | GatedDeltaNet] = {}
+    specs: list[Mixer] = []
+    for name, module in model.named_modules():
+        if isinstance(module, Attention) and module.core_spec.is_causal:
+            mixers[name] = module
+            specs.append(module.core_spec)
+        elif isinstance(module, GatedDeltaNet):
+            mixers[name] = module
+            specs.append(module.spec)
+    check_context(specs, dist.get_world_size(group), comm_type)
+
     for name, module in mixers.items():
-        module.context = PositionExchange(
-            group, comm_type, name, None if record is None else partial(record, module)
-        )
+        noted = None if record is None else partial(record, module)
+        module.context = PositionExchange(group, comm_type, name or THE_MODEL, noted)
 
 
 class PositionExchange:

@@ -83,7 +83,7 @@ class Attention(nn.Module, abc.ABC):
 
     def __init__(self, core_spec: AttentionSpec, dropout: float, recomputes_core: bool) -> None:
         super().__init__()
-        self._core_spec = core_spec
+        self.core_spec = core_spec
         self._dropout = dropout
         self.recomputes_core = recomputes_core
         self.sinks: nn.Parameter | None = None
@@ -106,11 +106,6 @@ class Attention(nn.Module, abc.ABC):
         """
         mixed, gate = self.inputs(hidden, rotary)
         return self.output(self.core(mixed, documents), gate)
-
-    @property
-    def is_causal(self) -> bool:
-        """Whether each position attends to earlier ones only."""
-        return self._core_spec.is_causal
 
     @abc.abstractmethod
     def inputs(
@@ -150,20 +145,20 @@ class Attention(nn.Module, abc.ABC):
     def _core_attention(
         self, query: Tensor, key: Tensor, value: Tensor, documents: Documents | None
     ) -> Tensor:
-        context, sinks = self.context, self.sinks
-        options = (self._core_spec, sinks, self._dropout if self.training else 0.0)
+        context, spec, sinks = self.context, self.core_spec, self.sinks
+        dropout = self._dropout if self.training else 0.0
         if context is not None and context.gathers_keys:
             keys, values = context.gather(key.transpose(1, 2), value.transpose(1, 2))
-            key, value = keys.transpose(1, 2), values.transpose(1, 2)
-            return _attend_from_slice((query, key, value), context.rank, options, documents)
+            heads = query, keys.transpose(1, 2), values.transpose(1, 2)
+            return _attend_from_slice(heads, context.rank, (spec, sinks, dropout), documents)
 
-        if context is not None and sinks is not None:
-            options = (self._core_spec, context.own(sinks), options[2])
+        own_sinks = sinks if context is None or sinks is None else context.own(sinks)
         if documents is None:
-            return attend(query, key, value, *options)
-        parts = (_in_one_row(part) for part in (query, key, value))
-        row = attend(*parts, *options, documents)
-        return rearrange(row, "1 head (batch seq) dim -> batch head seq dim", batch=len(query))
+            return attend(query, key, value, spec, own_sinks, dropout)
+        batch = len(query)
+        query, key, value = (_in_one_row(part) for part in (query, key, value))
+        row = attend(query, key, value, spec, own_sinks, dropout, documents)
+        return rearrange(row, "1 head (batch seq) dim -> batch head seq dim", batch=batch)
 
 
 def _attend_from_slice(
