@@ -356,6 +356,7 @@ class RunConfig:
                 number of ranks.
         """
         size = self.parallel.data_parallel_size(world_size)
+        self._check_context()
         batch = self.training.global_batch_size or self.training.micro_batch_size * size
         training = dataclasses.replace(self.training, global_batch_size=batch)
 
@@ -487,6 +488,12 @@ class RunConfig:
                 "otherwise",
                 model.moe_router_topk,
             )
+
+    def _check_context(self) -> None:
+        """ConfigError unless ranks can divide the sequences, and the mixers' work."""
+        size, length = self.parallel.context_parallel_size, self.data.seq_length
+        expected = f"a multiple of --context-parallel-size {size}"
+        expect(length % size == 0, "--seq-length", expected, length)
 
     def _check_flags_that_need_others(self) -> None:
         expect(
