@@ -38,6 +38,7 @@ from torch.utils.checkpoint import checkpoint
 from megatron.core.autocast import without_autocast
 from megatron.core.drivers import kernels_of
 from megatron.core.products import is_slow
+from megatron.core.transformer.context_exchange import ContextExchange
 from megatron.core.transformer.documents import Documents
 from megatron.core.transformer.fused_weight import Linear
 from megatron.core.transformer.rotary import RotaryAngles
@@ -73,9 +74,12 @@ class Attention(nn.Module, abc.ABC):
     Attributes:
         sinks: [num_heads], the sinks' logits, if they are learned.
         linear_proj: projection of the heads' results to the layer's output.
+        context: how the core gets the positions of other ranks; None: this rank has all positions.
+            Context parallelism sets it.
     """
 
     linear_proj: Linear
+    context: ContextExchange | None = None
 
     def __init__(self, core_spec: AttentionSpec, dropout: float, recomputes_core: bool) -> None:
         super().__init__()
@@ -95,13 +99,18 @@ class Attention(nn.Module, abc.ABC):
         Args:
             hidden: [batch, seq, hidden].
             rotary: the angles of the positions; None leaves queries and keys unrotated.
-            documents: of the batch, which is one row then.
+            documents: documents of the whole rows; None: each row is one.
 
         Returns:
             [batch, seq, hidden], same dtype.
         """
         mixed, gate = self.inputs(hidden, rotary)
         return self.output(self.core(mixed, documents), gate)
+
+    @property
+    def is_causal(self) -> bool:
+        """Whether each position attends to earlier ones only."""
+        return self._core_spec.is_causal
 
     @abc.abstractmethod
     def inputs(
@@ -121,19 +130,40 @@ class Attention(nn.Module, abc.ABC):
 
     def core(self, mixed: tuple[Tensor, ...], documents: Documents | None) -> Tensor:
         """Returns each head's weighted sums of values: [batch, heads, seq, value_dim]."""
+        if self.context is None:
+            return self._recomputable_core(mixed, documents)
+
+        heads = self.context.to_heads(*(part.transpose(1, 2) for part in mixed))
+        # Outside of what is recomputed: whole rows of some heads take no more memory than slices.
+        output = self._recomputable_core(tuple(part.transpose(1, 2) for part in heads), documents)
+        return self.context.to_positions(output.transpose(1, 2)).transpose(1, 2)
+
+    def _recomputable_core(self, mixed: tuple[Tensor, ...], documents: Documents | None) -> Tensor:
         query, key, value = mixed
         if not (self.recomputes_core and self.training and torch.is_grad_enabled()):
             return self._core_attention(query, key, value, documents)
-        context: Tensor = checkpoint(
+        output: Tensor = checkpoint(
             self._core_attention, query, key, value, documents, use_reentrant=False
         )
-        return context
+        return output
 
     def _core_attention(
         self, query: Tensor, key: Tensor, value: Tensor, documents: Documents | None
     ) -> Tensor:
-        dropout = self._dropout if self.training else 0.0
-        return attend(query, key, value, self._core_spec, self.sinks, dropout, documents)
+        dropout, sinks = self._dropout if self.training else 0.0, self.sinks
+        if self.context is not None and sinks is not None:
+            sinks = self.context.own(sinks)
+        if documents is None:
+            return attend(query, key, value, self._core_spec, sinks, dropout)
+
+        parts = (in_one_row(part) for part in (query, key, value))
+        row = attend(*parts, self._core_spec, sinks, dropout, documents)
+        return rearrange(row, "1 head (batch seq) dim -> batch head seq dim", batch=len(query))
+
+
+def in_one_row(part: Tensor) -> Tensor:
+    """[batch, heads, seq, dim] -> [1, heads, batch * seq, dim]."""
+    return rearrange(part, "batch head seq dim -> 1 head (batch seq) dim")
 
 
 def attend(

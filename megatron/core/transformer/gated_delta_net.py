@@ -141,7 +141,7 @@ class GatedDeltaNet(nn.Module):
             hidden: [batch, seq, hidden].
             rotary: not read. Layers call every mixer alike; here decays encode how far apart
                 positions are.
-            documents: of the batch, which is one row then.
+            documents: documents of the whole rows; None: each row is one.
 
         Returns:
             [batch, seq, hidden], same dtype.
@@ -173,8 +173,16 @@ class GatedDeltaNet(nn.Module):
 
     def core(self, mixed: tuple[Tensor, ...], documents: Documents | None) -> Tensor:
         """Each head's value from its state: [batch, seq, value heads, value_head_dim]."""
+        if documents is None:
+            return self._core(*mixed, None)
+        rows = (part.flatten(0, 1).unsqueeze(0) for part in mixed)
+        return self._core(*rows, documents).unflatten(1, mixed[0].shape[:2]).squeeze(0)
+
+    def _core(
+        self, heads: Tensor, log_decay: Tensor, beta: Tensor, documents: Documents | None
+    ) -> Tensor:
+        """As `core`, of one row with documents."""
         spec = self.spec
-        heads, log_decay, beta = mixed
         query, key, value = self.conv1d(heads, documents).split(
             (spec.key_size, spec.key_size, spec.value_size), dim=-1
         )

@@ -100,15 +100,9 @@ class Places:
 
     def angles(self, spec: RotarySpec, hidden: Tensor) -> RotaryAngles:
         """The angles by which layers turn the heads of [batch, seq, hidden]."""
-        batch, seq_length = hidden.shape[:2]
         if self.positions is None:
-            positions, sections = torch.arange(seq_length, device=hidden.device), None
-            if self.documents is not None:
-                positions = positions.expand(batch, -1)
-        else:
-            positions, sections = self.positions, self.sections
-        angles = rotary_angles(spec, positions, sections)
-        return angles if self.documents is None else angles.in_one_row()
+            return rotary_angles(spec, torch.arange(hidden.shape[1], device=hidden.device))
+        return rotary_angles(spec, self.positions, self.sections)
 
 
 IN_ROWS = Places()

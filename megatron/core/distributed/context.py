@@ -1,0 +1,211 @@
+"""Context parallelism: the positions of each row divided over ranks.
+
+Each rank of a group has a contiguous slice of each row. What a layer does position by position
+needs no other rank. Where it mixes positions, `HeadExchange` takes the place of `Attention.context`
+and `GatedDeltaNet.context`. Eight positions and four heads on two ranks:
+
+    inputs      rank 0: positions 0-3 of heads 0-3      rank 1: positions 4-7 of heads 0-3
+    to_heads    rank 0: positions 0-7 of heads 0, 1     rank 1: positions 0-7 of heads 2, 3
+    core        whole rows: every kernel, window, mask and recurrence stays as it is
+    to_positions: the reverse
+
+Each is one all-to-all, and the backward of either is the other, on gradients. Both only copy, so
+neither rounds. Queries, keys and values travel together, in the layout [positions, batch, channels
+of the receiving rank]: packing is one copy, and what arrives is read in place.
+
+Exchanges are collectives of the thread that computes, on its current stream; see [Note: order of
+exchanges] in experts.py, whose invariant they keep: which exchanges there are does not depend on
+the tokens.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from megatron.core.distributed.fsdp.group_plan import THE_MODEL
+from megatron.core.issued_collectives import issuing
+from megatron.core.transformer.attention_core import Attention
+from megatron.core.transformer.spec import AttentionSpec, LatentAttentionSpec, Mixer
+
+Record = Callable[[nn.Module, bool], None]
+
+
+def check_context(mixers: Iterable[Mixer], num_ranks: int) -> None:
+    """ValueError unless `num_ranks` ranks can divide the heads of these mixers.
+
+    Mixers that are not causal, of images, are not divided.
+    """
+    for mixer in mixers:
+        if isinstance(mixer, AttentionSpec | LatentAttentionSpec):
+            num_heads, kind = mixer.num_heads, "attention heads"
+        else:
+            num_heads, kind = mixer.num_value_heads, "value heads of gated delta nets"
+        if num_heads % num_ranks:
+            raise ValueError(
+                f"Expected {kind} that {num_ranks} ranks of context parallelism can divide "
+                f"equally, got {num_heads}."
+            )
+
+
+def divide_context(
+    model: nn.Module, group: dist.ProcessGroup, record: Record | None = None
+) -> None:
+    """Has every causal mixer in `model` exchange heads for positions with the ranks of `group`.
+
+    Does not divide the rows: each rank must give the model its slice of them.
+
+    Args:
+        record: called with a mixer, and whether in backward, before its heads or their gradients
+            travel, in the thread that computes.
+
+    Raises:
+        ValueError: see `check_context`.
+    """
+    mixers = {
+        name or THE_MODEL: module
+        for name, module in model.named_modules()
+        if isinstance(module, Attention) and module.is_causal
+    }
+    check_context((module.spec for module in mixers.values()), dist.get_world_size(group))
+    for name, module in mixers.items():
+        module.context = HeadExchange(
+            group, name, None if record is None else partial(record, module)
+        )
+
+
+class HeadExchange:
+    """The exchange of one mixer's heads among the ranks of a group. Implements `ContextExchange`.
+
+    All ranks of the group call its methods in the same order.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        name: str = THE_MODEL,
+        record: Callable[[bool], None] | None = None,
+    ) -> None:
+        """
+        Args:
+            name: name of the mixer, for messages.
+            record: called before heads travel (False), and before their gradients do (True).
+        """
+        self.group = group
+        self.num_ranks = dist.get_world_size(group)
+        self.rank = dist.get_rank(group)
+        self._name = name
+        self._record = record
+
+    def to_heads(self, *parts: Tensor) -> tuple[Tensor, ...]:
+        """See `ContextExchange.to_heads`."""
+        apply: Any = _ToHeads.apply  # torch declares it without types
+        received: tuple[Tensor, ...] = apply(self, *(self._repeated(part, 2) for part in parts))
+        return received
+
+    def to_positions(self, part: Tensor) -> Tensor:
+        """See `ContextExchange.to_positions`."""
+        apply: Any = _ToPositions.apply
+        received: Tensor = apply(self, part)
+        return received
+
+    def own(self, per_head: Tensor) -> Tensor:
+        """See `ContextExchange.own`."""
+        return self._repeated(per_head, 0).chunk(self.num_ranks)[self.rank]
+
+    def all_to_all(self, sent: Tensor, *, is_backward: bool) -> Tensor:
+        """Sends each rank its row of [ranks, ...]. The same shape, with the row of each rank."""
+        if self._record is not None:
+            self._record(is_backward)
+        received = torch.empty_like(sent)
+        with issuing(f"all-to-all of the heads of {self._name}", sent):
+            dist.all_to_all_single(received, sent, group=self.group)
+        return received
+
+    def _repeated(self, part: Tensor, dim: int) -> Tensor:
+        """With each head as often as there are ranks to have it, so that ranks divide the heads.
+        The gradient of a head is the sum over its copies.
+        """
+        num_heads = part.shape[dim]
+        num_copies = math.lcm(num_heads, self.num_ranks) // num_heads
+        return part if num_copies == 1 else part.repeat_interleave(num_copies, dim=dim)
+
+
+def _send_heads(
+    exchange: HeadExchange, parts: Sequence[Tensor], *, is_backward: bool
+) -> tuple[Tensor, ...]:
+    """[batch, seq / ranks, heads, dim] -> [batch, seq, heads / ranks, dim]."""
+    num_ranks = exchange.num_ranks
+    # By the rank that gets them: [ranks, seq / ranks, batch, heads / ranks, dim]
+    divided = [part.unflatten(2, (num_ranks, -1)).permute(2, 1, 0, 3, 4) for part in parts]
+    sent = _packed(divided)
+    received = exchange.all_to_all(sent, is_backward=is_backward)
+    return tuple(part.flatten(0, 1).transpose(0, 1) for part in _unpacked(received, divided))
+
+
+def _send_positions(
+    exchange: HeadExchange, parts: Sequence[Tensor], *, is_backward: bool
+) -> tuple[Tensor, ...]:
+    """[batch, seq, heads / ranks, dim] -> [batch, seq / ranks, heads, dim]."""
+    # By the rank that gets them: [ranks, seq / ranks, batch, heads / ranks, dim]
+    divided = [part.transpose(0, 1).unflatten(0, (exchange.num_ranks, -1)) for part in parts]
+    received = exchange.all_to_all(_packed(divided), is_backward=is_backward)
+    return tuple(part.permute(2, 1, 0, 3, 4).flatten(2, 3) for part in _unpacked(received, divided))
+
+
+def _packed(parts: Sequence[Tensor]) -> Tensor:
+    """Parts [..., heads, dim] as one tensor [..., channels of all], in the narrowest dtype, as
+    elements of which wider ones travel.
+    """
+    dtype = _narrowest(parts)
+    flat = [part.flatten(-2) for part in parts]
+    return torch.cat(
+        [part if part.dtype == dtype else part.contiguous().view(dtype) for part in flat], dim=-1
+    )
+
+
+def _unpacked(packed: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
+    """The reverse: parts of the shapes and dtypes of `like`."""
+    itemsize = packed.dtype.itemsize
+    widths = [math.prod(part.shape[-2:]) * part.dtype.itemsize // itemsize for part in like]
+    return [
+        (flat if flat.dtype == part.dtype else flat.contiguous().view(part.dtype)).unflatten(
+            -1, part.shape[-2:]
+        )
+        for flat, part in zip(packed.split(widths, dim=-1), like, strict=True)
+    ]
+
+
+def _narrowest(parts: Sequence[Tensor]) -> torch.dtype:
+    return min((part.dtype for part in parts), key=lambda dtype: dtype.itemsize)
+
+
+class _ToHeads(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, exchange: HeadExchange, *parts: Tensor) -> tuple[Tensor, ...]:
+        ctx.exchange = exchange
+        return _send_heads(exchange, parts, is_backward=False)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        return None, *_send_positions(ctx.exchange, gradients, is_backward=True)
+
+
+class _ToPositions(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, exchange: HeadExchange, part: Tensor) -> Tensor:
+        ctx.exchange = exchange
+        return _send_positions(exchange, (part,), is_backward=False)[0]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        return None, *_send_heads(ctx.exchange, (gradient,), is_backward=True)
