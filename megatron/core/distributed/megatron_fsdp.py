@@ -16,6 +16,7 @@ from torch.distributed.tensor import Partial, Replicate
 
 from megatron.core.device import Device
 from megatron.core.distributed.config import DataParallelConfig
+from megatron.core.distributed.context import divide_context
 from megatron.core.distributed.experts import divide_experts
 from megatron.core.distributed.fsdp.context import FsdpContext
 from megatron.core.distributed.fsdp.fully_shard import fully_shard, fully_shard_context, microbatch
@@ -118,7 +119,9 @@ def shard_model(
         divide_experts(model, expert_mesh.get_group(EXPERT_AXIS), _record_exchange)
     if config.context_parallel_size > 1:
         contexts = build_context_mesh(device.kind, num_ranks, config.context_parallel_size)
-        slice_sequences(model, contexts.get_group(CONTEXT_AXIS))
+        group = contexts.get_group(CONTEXT_AXIS)
+        slice_sequences(model, group)
+        divide_context(model, group)
 
 
 def _record_exchange(experts: nn.Module, is_backward: bool) -> None:

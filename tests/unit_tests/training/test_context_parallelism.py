@@ -120,9 +120,9 @@ def samples(step: int, case: Case) -> list[Batch]:
 
 def own_samples(engine: ModuleEngine, step: int, case: Case) -> list[Batch]:
     """This rank's, as the loop's sampler deals them."""
-    parallel = engine.config.parallel
-    size = parallel.data_parallel_size(dist.get_world_size())
-    return samples(step, case)[parallel.data_parallel_rank(dist.get_rank()) :: size]
+    parallel, mesh = engine.config.parallel, engine.mesh
+    rank = parallel.data_parallel_rank(mesh.get_rank())
+    return samples(step, case)[rank :: parallel.data_parallel_size(mesh.size())]
 
 
 def train(engine: ModuleEngine, case: Case, steps: range = range(2)) -> list[StepResult]:
