@@ -116,18 +116,29 @@ def shard_model(
             )
 
     if expert_mesh is not None:
-        divide_experts(model, expert_mesh.get_group(EXPERT_AXIS), _record_exchange)
+        divide_experts(model, expert_mesh.get_group(EXPERT_AXIS), _recorder(model))
     if config.context_parallel_size > 1:
         contexts = build_context_mesh(device.kind, num_ranks, config.context_parallel_size)
         group = contexts.get_group(CONTEXT_AXIS)
         slice_sequences(model, group)
-        divide_context(model, group)
+        divide_context(model, group, _recorder(model))
 
 
-def _record_exchange(experts: nn.Module, is_backward: bool) -> None:
-    """Lets the next step detect ranks that do not exchange tokens for these experts."""
-    assert isinstance(experts, FsdpModule), "divided experts are separate units"
-    experts.parameter_groups[0].record_exchange(is_backward)
+def _recorder(model: nn.Module) -> Callable[[nn.Module, bool], None]:
+    """Returns a function that lets the next step detect ranks that do not exchange tokens for a
+    module, or their gradients.
+    """
+    # A module of two units is in the inner one, which comes first.
+    units = {
+        part: unit.module for unit in reversed(units_of(model)) for part in unit.module.modules()
+    }
+
+    def record(module: nn.Module, is_backward: bool) -> None:
+        unit = units[module]
+        assert isinstance(unit, FsdpModule), "units are sharded"
+        unit.parameter_groups[0].record_exchange(is_backward)
+
+    return record
 
 
 def policy_of(

@@ -374,7 +374,7 @@ class FsdpParameterGroup:
         parameter.full.requires_grad_(parameter.sharded.requires_grad)
 
     def record_exchange(self, is_backward: bool) -> None:
-        """Records an exchange of tokens, or of their gradients, over the kept axes."""
+        """Records an exchange of tokens, or of their gradients, for a module of this group."""
         self._record([], Kind.EXCHANGE, int(is_backward))
 
     def show_sharded(self) -> None:
