@@ -10,7 +10,14 @@ from torch import Tensor
 class ContextExchange(Protocol):
     """How a mixer reaches the positions of other ranks. Each rank has a slice of each row, in the
     order of the ranks, all of one length. Differentiable; all ranks call it in the same order.
+
+    Attributes:
+        rank: number of this rank's slice.
+        gathers_keys: whether attention gathers keys and values, where it would exchange heads.
     """
+
+    rank: int
+    gathers_keys: bool
 
     def to_heads(self, *parts: Tensor) -> tuple[Tensor, ...]:
         """Turns slices of all heads into whole rows of some heads.
@@ -26,6 +33,11 @@ class ContextExchange(Protocol):
     def to_positions(self, part: Tensor) -> Tensor:
         """The reverse for one part: [batch, seq, heads / ranks, dim] -> [batch, seq / ranks, heads,
         dim].
+        """
+
+    def gather(self, *parts: Tensor) -> tuple[Tensor, ...]:
+        """The positions of all ranks: [batch, seq / ranks, heads, dim] each, of one dtype ->
+        [batch, seq, heads, dim].
         """
 
     def own(self, per_head: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ had to report the lengths first would make the host wait in every layer.
 
 from __future__ import annotations
 
+import bisect
 import itertools
 from dataclasses import dataclass
 from functools import cached_property
@@ -97,6 +98,18 @@ class Documents:
         """Where each starts, and where the last one ends: [documents + 1] int64."""
         return self._on(device)
 
+    def reach(self, start: int, stop: int) -> tuple[int, Documents]:
+        """What the positions from `start` to `stop` see of themselves and earlier ones: the first
+        position of their first document, and the lengths of documents from there to `stop`.
+        """
+        if (start, stop) not in self._reach:
+            bounds = (0, *self._stops)
+            first = bounds[bisect.bisect_right(bounds, start) - 1]
+            ends = [end for end in self._stops if first < end < stop]
+            lengths = (b - a for a, b in itertools.pairwise((first, *ends, stop)))
+            self._reach[start, stop] = first, Documents(tuple(lengths))
+        return self._reach[start, stop]
+
     def spread(self, gap: int, device: torch.device) -> tuple[Tensor, int]:
         """The new place of each position when `gap` places are put between documents.
 
@@ -126,6 +139,10 @@ class Documents:
 
     @cached_property
     def _real(self) -> dict[tuple[torch.device, range | None], Tensor]:
+        return {}
+
+    @cached_property
+    def _reach(self) -> dict[tuple[int, int], tuple[int, Documents]]:
         return {}
 
     @cached_property

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megatron.core.distributed.context import divide_context
+from megatron.core.distributed.context import A2A, ALL_GATHER, divide_context
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.documents import Documents
+from megatron.core.transformer.gated_delta_net import GatedDeltaNet
 from megatron.core.transformer.latent_attention import LatentAttention
 from megatron.core.transformer.rotary import RotaryAngles, rotary_angles
 from megatron.core.transformer.spec import (
     AttentionSpec,
+    GatedDeltaNetSpec,
     LatentAttentionSpec,
     Mixer,
     NormKind,
@@ -58,6 +61,8 @@ MIXERS: dict[str, Mixer] = {
         GROUPED, window=7, sinks=Sinks.LEARNED, softcap=2.0
     ),
     "latent attention": LATENT,
+    "a gated delta net": GatedDeltaNetSpec(4, 8, 6, 5, conv_kernel=4, norm_eps=1e-6),
+    "a gated delta net with one key head": GatedDeltaNetSpec(1, 4, 6, 5, 4, 1e-6),
 }
 # Documents that cross the cuts, and one that is over two of them. Padding behind.
 DOCUMENTS = Documents((7, 31, 4, 6, 13, 29, 6), padding=(0, 6))
@@ -67,9 +72,10 @@ def _build(spec: Mixer, recomputes_core: bool = False) -> nn.Module:
     """With weights large enough for the scores to matter, alike on all ranks."""
     torch.manual_seed(3)
     stds = {"init_std": 0.3, "output_init_std": 0.3}
+    if isinstance(spec, GatedDeltaNetSpec):
+        return GatedDeltaNet(spec, HIDDEN, **stds)
     if isinstance(spec, LatentAttentionSpec):
         return LatentAttention(spec, HIDDEN, recomputes_core=recomputes_core, **stds)
-    assert isinstance(spec, AttentionSpec)
     return SelfAttention(spec, HIDDEN, recomputes_core=recomputes_core, **stds)
 
 
@@ -122,12 +128,15 @@ def _compare(
         assert error < 1e-6, (name, error)
 
 
-def _divided_by_heads(module: nn.Module) -> None:
-    divide_context(module, dist.group.WORLD)
+def _divide(comm_type: str, module: nn.Module) -> None:
+    divide_context(module, dist.group.WORLD, comm_type)
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("comm_type", [A2A, ALL_GATHER])
 @pytest.mark.parametrize("documents", [None, DOCUMENTS], ids=["rows", "documents"])
 @pytest.mark.parametrize("spec", MIXERS.values(), ids=MIXERS)
-def test_divided_rows_give_the_outputs_and_gradients_of_whole_rows(spec, documents, num_ranks):
-    run_ranks(num_ranks, _compare, spec, documents, _divided_by_heads)
+def test_divided_rows_give_the_outputs_and_gradients_of_whole_rows(
+    spec, documents, comm_type, num_ranks
+):
+    run_ranks(num_ranks, _compare, spec, documents, partial(_divide, comm_type))
