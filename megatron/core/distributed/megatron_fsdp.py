@@ -121,7 +121,7 @@ def shard_model(
         contexts = build_context_mesh(device.kind, num_ranks, config.context_parallel_size)
         group = contexts.get_group(CONTEXT_AXIS)
         slice_sequences(model, group)
-        divide_context(model, group, _recorder(model))
+        divide_context(model, group, config.cp_comm_type, _recorder(model))
 
 
 def _recorder(model: nn.Module) -> Callable[[nn.Module, bool], None]:

@@ -5,6 +5,8 @@ Four ranks train the same eight samples in a step, whose rows two or four of the
 
 from __future__ import annotations
 
+import itertools
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -35,6 +37,7 @@ from megatron_hybrid.pretrain_gpt import forward_step_of
 from tests.helpers.engine_contents import contents_of, differing
 from tests.helpers.ranks import random_delays, run_ranks
 from tests.unit_tests.core.models.multimodal.helpers.their_images import image_batch
+from tests.unit_tests.core.models.multimodal.helpers.vision_models import VISION
 from tests.unit_tests.core.models.multimodal.helpers.vision_models import build as vision_model
 
 VOCAB, SEQ, MICRO, GLOBAL = 61, 24, 2, 8
@@ -92,7 +95,7 @@ class Case(NamedTuple):
 
     def build(self) -> nn.Module:
         if self.has_images:
-            return vision_model(num_layers=3, vision_deepstack_layers=(0,))
+            return vision_model(replace(VISION, vision_deepstack_layers=(0,)))
         return GPTModel(self.config, VOCAB)
 
     def forward_step(self) -> ForwardStep:
@@ -117,6 +120,40 @@ def read_images(model: nn.Module, batch: Batch) -> torch.Tensor:
 
 
 CASES = {
+    "windows, sinks and softcaps": Case(
+        {
+            "window_size": (6, 0),
+            "window_attn_skip_freq": "[1,0]",
+            "softmax_type": "learnable",
+            "attn_logit_softcapping": 5.0,
+        }
+    ),
+    "latent attention": Case(
+        {
+            "multi_latent_attention": True,
+            "group_query_attention": False,
+            "num_query_groups": None,
+            "kv_channels": None,
+            "q_lora_rank": 12,
+            "kv_lora_rank": 8,
+            "qk_head_dim": 6,
+            "qk_pos_emb_head_dim": 4,
+            "v_head_dim": 6,
+        },
+        has_documents=True,
+    ),
+    "delta nets and documents": Case(
+        {
+            "linear_attention_freq": "[1,0]",
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 8,
+            "linear_value_head_dim": 12,
+            "attention_output_gate": True,
+            "qk_layernorm": True,
+        },
+        has_documents=True,
+    ),
     "experts on two ranks": Case({**MIXTURE, "z_loss_coeff": 1e-2}, expert_size=2),
     "documents and experts": Case(
         {**MIXTURE, "moe_router_load_balancing_type": "seq_aux_loss"},
@@ -136,7 +173,7 @@ def engine_of(
 ) -> ModuleEngine:
     config = EngineConfig(
         optimizer or OptimizerConfig(),
-        LRScheduleConfig(lr=1e-2, lr_decay_style="constant"),
+        LRScheduleConfig(lr=1e-3, lr_decay_style="constant"),
         DataParallelConfig(
             context_parallel_size=context_size,
             expert_model_parallel_size=case.expert_size,
@@ -208,12 +245,12 @@ def expect_same(found: list[StepResult], expected: list[StepResult]) -> None:
             assert torch.equal(one.expert_load, other.expert_load)
 
 
-def _compare(case: Case, sizes: tuple[int, ...], **parallel: Any) -> None:
+def _compare(case: Case) -> None:
     whole = engine_of(case, 1)
     expected = train(whole, case)
     evaluation = whole.eval_batch(own_samples(whole, 5, case), case.forward_step())
-    for size in sizes:
-        engine = engine_of(case, size, **parallel)
+    for size, kind in itertools.product((2, 4), ("a2a", "all_gather")):
+        engine = engine_of(case, size, cp_comm_type=kind)
         expect_same(train(engine, case), expected)
         found = engine.eval_batch(own_samples(engine, 5, case), case.forward_step())
         assert found == pytest.approx(evaluation, rel=1e-6)
@@ -221,7 +258,7 @@ def _compare(case: Case, sizes: tuple[int, ...], **parallel: Any) -> None:
 
 @pytest.mark.parametrize("name", CASES)
 def test_losses_norms_and_loads_are_those_of_whole_sequences(name: str) -> None:
-    run_ranks(4, _compare, CASES[name], (2, 4))
+    run_ranks(4, _compare, CASES[name])
 
 
 def _with_other_sharding() -> None:
@@ -291,10 +328,15 @@ def _exchanges_once_more() -> str:
     engine = engine_of(Case(), 2)
     train(engine, Case(), range(1))
     if dist.get_rank() == 1:
-        engine.model.decoder.layers[1].self_attention.context.note(is_backward=True)
+        engine.model.decoder.layers[1].self_attention.context._note(is_backward=True)
     with pytest.raises(RuntimeError) as caught:
         train(engine, Case(), range(1))
     return str(caught.value)
+
+
+def test_ranks_that_do_not_exchange_alike_are_told_before_the_step() -> None:
+    for message in run_ranks(2, _exchanges_once_more):
+        assert "rank 1 exchanged gradients of tokens for decoder.layers.1" in message
 
 
 def _uneven() -> None:
