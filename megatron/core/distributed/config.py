@@ -141,6 +141,11 @@ class DataParallelConfig:
         return rank // self.context_parallel_size
 
     @property
+    def exchanges_tokens(self) -> bool:
+        """Whether ranks send each other tokens, within forward and backward."""
+        return max(self.expert_model_parallel_size, self.context_parallel_size) > 1
+
+    @property
     def is_sharded(self) -> bool:
         """Whether an engine runs, rather than the bare model."""
         return bool(self.use_megatron_fsdp) or self.use_torch_fsdp2

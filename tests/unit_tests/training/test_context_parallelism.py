@@ -294,6 +294,19 @@ def test_neither_offloading_nor_recomputation_changes_a_bit(granularity: str | N
     run_ranks(4, _offloaded, granularity)
 
 
+def _compiled() -> None:
+    case = CASES["documents and experts"]
+    expected = [result.loss for result in train(engine_of(case, 1), case)]
+    engine = engine_of(case, 2, execution=ExecutionConfig(compile_layers=True))
+    found = [result.loss for result in train(engine, case)]
+    assert found == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.wide
+def test_layers_are_compiled_around_what_ranks_exchange() -> None:
+    run_ranks(2, _compiled)
+
+
 def _saved(folder: str) -> None:
     """Saves the first state from whole sequences and from divided ones, and a later one."""
     case = CASES["experts on two ranks"]
