@@ -9,9 +9,11 @@ import torch
 
 from megatron.core.distributed.fsdp.group_plan import THE_MODEL
 from megatron.core.dtypes import DTYPES
+from megatron.core.models.gpt.activations import Microbatch
 from megatron.core.models.gpt.flops import num_floating_point_operations
 from megatron.core.optimizer.config import OptimizerConfig
 from megatron.core.optimizer.rules import rule_of
+from megatron.core.transformer.spec import GatedDeltaNetSpec, LatentAttentionSpec, Mixer
 from megatron_hybrid.plan.planned_run import PlannedRun
 from megatron_hybrid.plan.step_time import Work
 
@@ -59,13 +61,14 @@ def work_of(run: PlannedRun, fraction: float | None) -> Work:
 
 
 def flops_of_microbatch(run: PlannedRun) -> int:
-    """Returns the FLOP of forward and backward, as Megatron counts them."""
-    return num_floating_point_operations(
+    """Returns the FLOP of forward and backward of one rank, as Megatron counts them."""
+    of_sequences = num_floating_point_operations(
         run.spec,
         run.model.vocab_size,
         run.config.data.seq_length,
         run.config.training.micro_batch_size,
     )
+    return of_sequences // run.config.parallel.context_parallel_size
 
 
 def checkpoint_nbytes(run: PlannedRun) -> int:
@@ -147,8 +150,12 @@ def _traffic(run: PlannedRun, fraction: float | None) -> dict[str, Any]:
                 moved["collectives_backward"] += 1
             moved["reduced_once"] += group.reduced_last_nbytes
     if config.parallel.expert_model_parallel_size > 1:
-        moved["exchanged"] = _exchanged(run)
-        moved["exchanges"] = 4 * len(run.spec.mixtures)
+        moved["exchanged"] += _exchanged(run)
+        moved["exchanges"] += 4 * len(run.spec.mixtures)
+    if config.parallel.context_parallel_size > 1:
+        mixers = [layer.mixer for layer in run.spec.layers]
+        moved["exchanged"] += sum(exchanged_by(mixer, run.microbatch) for mixer in mixers)
+        moved["exchanges"] += sum(_num_exchanges(mixer, run.microbatch) for mixer in mixers)
     if shards.units or not config.parallel.use_torch_fsdp2:
         return {**moved}
 
@@ -169,3 +176,34 @@ def _exchanged(run: PlannedRun) -> float:
     batch = run.microbatch
     of_token = run.spec.hidden_size * batch.itemsize
     return 4.0 * batch.num_tokens * choices * of_token * (size - 1) / size
+
+
+def exchanged_by(mixer: Mixer, batch: Microbatch) -> float:
+    """Returns the bytes that a rank of context parallelism sends in a layer's forward and backward.
+
+    docs/long_context.md has the formulas.
+    """
+    others = (batch.context_size - 1) / batch.context_size
+    return 2.0 * batch.num_tokens * _sent_of_token(mixer, batch) * others
+
+
+def _sent_of_token(mixer: Mixer, batch: Microbatch) -> int:
+    """Returns the bytes of a token in a mixer's forward, those of the rank's own part included."""
+    itemsize = batch.itemsize
+    if isinstance(mixer, GatedDeltaNetSpec):
+        keys = 2 * mixer.key_size * batch.num_head_copies(mixer.num_key_heads)
+        rates = 2 * mixer.num_value_heads * torch.float32.itemsize
+        return (keys + 2 * mixer.value_size) * itemsize + rates
+
+    if isinstance(mixer, LatentAttentionSpec):
+        keys, result = mixer.query_size + mixer.value_size, mixer.value_size
+        keys *= batch.num_key_copies(mixer.num_heads)
+    else:
+        keys, result = 2 * mixer.key_value_size, mixer.query_size
+        keys *= batch.num_key_copies(mixer.num_key_value_heads)
+    return itemsize * (keys if batch.gathers_keys else keys + mixer.query_size + result)
+
+
+def _num_exchanges(mixer: Mixer, batch: Microbatch) -> int:
+    is_gathered = batch.gathers_keys and not isinstance(mixer, GatedDeltaNetSpec)
+    return 2 if is_gathered else 4
