@@ -165,7 +165,7 @@ def sides_of(
         return own.layout_of(rank)
 
     def compare() -> object:
-        vars(index).pop("chunks_by_rank", None)
+        vars(index).pop("layouts", None)
         return [index.layout_of(each) for each in range(num_ranks)]
 
     return {

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from array import array
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 from itertools import chain
@@ -168,9 +168,28 @@ class Index:
         """The chunks of each rank, in the order of the digests in its manifest."""
         return _ChunksByRank(list(self.all_tensors))
 
+    @cached_property
+    def layouts(self) -> Mapping[int, str]:
+        """By rank, a digest of the chunks that the rank writes, and of their offsets."""
+        # In one pass, without the lists of chunks by rank: a thousand ranks write a million.
+        states: defaultdict[int, Any] = defaultdict(xxhash.xxh3_128)
+        # With the divisions themselves, whose numbers no other objects have while they exist.
+        known: dict[tuple[int, torch.dtype], tuple[Division, list[str]]] = {}
+        for key, dtype, _, chunks in self.all_tensors:
+            columns = ChunkColumns.of(chunks)
+            division, which = columns.division, (id(columns.division), dtype)
+            if which not in known:
+                boxes = zip(division.boxes, division.files, strict=True)
+                texts = [f"{dtype}\0{box.offsets}{box.sizes}{file}" for box, file in boxes]
+                known[which] = division, texts
+            rows = zip(division.ranks, known[which][1], columns.offsets, strict=True)
+            for rank, text, offset in rows:
+                states[rank].update(f"{key}\0{text}\0{offset}\n".encode())
+        return {rank: state.hexdigest() for rank, state in states.items()}
+
     def layout_of(self, rank: int) -> str:
         """A digest of all that a rank writes, and of where."""
-        return layout_digest(self.chunks_by_rank.get(rank, ()))
+        return self.layouts.get(rank) or xxhash.xxh3_128().hexdigest()
 
     def to_bytes(self) -> bytes:
         """The content of the file, a line per tensor."""
@@ -248,18 +267,6 @@ class _ChunksByRank(Mapping[int, list[tuple[SavedTensor, SavedChunk]]]):
         return len(self._numbers)
 
 
-def layout_digest(chunks: Iterable[tuple[SavedTensor, SavedChunk]]) -> str:
-    """A digest of the chunks of a rank, in this order, and of their offsets."""
-    state = xxhash.xxh3_128()
-    texts: dict[tuple[torch.dtype, Box], str] = {}  # a rank has few shapes
-    for tensor, (box, _, file, offset) in chunks:
-        text = texts.get((tensor.dtype, box))
-        if text is None:
-            text = texts[tensor.dtype, box] = f"{tensor.dtype}\0{box.offsets}{box.sizes}"
-        state.update(f"{tensor.key}\0{text}{file}\0{offset}\n".encode())
-    return state.hexdigest()
-
-
 def manifest_problems(manifest: Manifest, rank: int, index: Index, source: str) -> Iterator[str]:
     """The contradictions between a rank's manifest and the index."""
     if manifest.save_id != index.save_id:
@@ -269,7 +276,7 @@ def manifest_problems(manifest: Manifest, rank: int, index: Index, source: str) 
         return
 
     chunks = index.chunks_by_rank.get(rank, [])
-    if manifest.layout != layout_digest(chunks) or len(manifest.digests) != len(chunks):
+    if manifest.layout != index.layout_of(rank) or len(manifest.digests) != len(chunks):
         yield (
             f"Expected rank {rank} to have written the {len(chunks)} chunks of the index, got "
             f"{len(manifest.digests)} others in {source}."
