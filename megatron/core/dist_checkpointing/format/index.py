@@ -405,8 +405,8 @@ def _check_places(index: Index, marker: Marker | None, source: str) -> None:
         division, which = columns.division, (id(columns.division), dtype.itemsize)
         if which not in known:
             own_files = array("q", [numbers.setdefault(f, len(numbers)) for f in division.files])
-            nbytes = (box.numel * dtype.itemsize for box in division.boxes)
-            known[which] = division, own_files, array("q", [min(n, MAX_COUNT) for n in nbytes])
+            own_sizes = [min(box.numel * dtype.itemsize, MAX_COUNT) for box in division.boxes]
+            known[which] = division, own_files, array("q", own_sizes)
         owners.extend([owner] * len(columns))
         begins.extend(columns.offsets)
         files.extend(known[which][1])
@@ -429,9 +429,9 @@ def _check_places(index: Index, marker: Marker | None, source: str) -> None:
             f"where {other!r} ends, got byte {int(begin[i + 1])}."
         )
 
-    for i in is_last.nonzero()[:, 0].tolist() if marker is not None else ():
+    for i in is_last.nonzero()[:, 0].tolist():
         name, stop = names[int(file[i])], int(end[i])
-        nbytes = marker.files[name].nbytes
+        nbytes = stop if marker is None else marker.files[name].nbytes
         if stop > nbytes:
             raise CheckpointDamagedError(
                 f"Expected {tensors[owners[int(order[i])]].key!r} within the {nbytes} bytes of "
