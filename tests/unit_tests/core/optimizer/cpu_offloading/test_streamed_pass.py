@@ -5,7 +5,9 @@ from __future__ import annotations
 import itertools
 import threading
 import time
+import weakref
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -18,8 +20,10 @@ from megatron.core.lanes import ThreadEvent
 from megatron.core.optimizer.cpu_offloading import streamed_pass
 from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDeviceOptimizer
 from megatron.core.optimizer.kernels.piece import Piece
+from megatron.core.optimizer.pass_times import PassTimes
 from megatron.core.optimizer.rules import Lion
-from tests.helpers.ranks import random_delays, rank_device, run_ranks
+from megatron.core.timeline import NO_TIMELINE
+from tests.helpers.ranks import on_ranks, random_delays, rank_device, run_ranks
 from tests.unit_tests.core.optimizer.cpu_offloading.helpers.nets import Net, fsdp, same, weights
 from tests.unit_tests.core.optimizer.cpu_offloading.helpers.nets import train as train_net
 from tests.unit_tests.core.optimizer.cpu_offloading.test_bits import (
@@ -315,6 +319,41 @@ def _added_later() -> None:
 
 def test_slots_grow_with_buckets_that_are_added_later():
     run_ranks(2, _added_later)
+
+
+def _all_back_to_the_host() -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(PassTimes, "balanced", lambda _: 0.0)
+        trained = Trained(None)
+        slots = weakref.ref(trained.optimizer._sides.host_side._streamed._slots[0])
+        for number in range(9):
+            assert trained.optimizer.slots_nbytes > 0
+            trained.step(number)
+            trained.optimizer.zero_grad()
+        assert trained.optimizer.slots_nbytes == 0
+        assert slots() is None
+        trained.step(9)
+        trained.optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(4))]})
+        trained.step(10)
+        assert trained.optimizer.slots_nbytes == 0
+        trained.optimizer.synchronize()
+
+
+def test_slots_are_freed_when_the_device_is_to_update_nothing():
+    run_ranks(2, _all_back_to_the_host)
+
+
+@pytest.mark.parametrize("asked", [False, True])
+@on_ranks(1)
+def test_times_that_only_choose_a_share_are_not_shown(asked):
+    trained = Trained(None, records_timings=asked)
+    for number in range(3):
+        trained.step(number)
+        trained.optimizer.zero_grad()
+    trained.optimizer.synchronize()
+    assert (trained.optimizer.timings() is not None) == asked
+    with nullcontext() if asked else pytest.raises(RuntimeError, match="records_timings"):
+        trained.optimizer.record_to(NO_TIMELINE)
 
 
 def test_no_share_is_searched_for_parameters_that_the_device_cannot_stream():
