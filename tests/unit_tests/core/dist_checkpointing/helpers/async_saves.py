@@ -33,6 +33,7 @@ from megatron.core.optimizer.fused_adam import FusedAdam
 
 CPU = Device("cpu")
 DIM = 64  # a rank's part of each matrix is larger than a tensor that a save may copy
+SLOT = 5_000  # elements of a slot of streamed states, of the 16,576 of a layer
 Parts = dict[str, tuple[tuple[int, ...], torch.Tensor]]  # by key: offsets and this rank's values
 
 

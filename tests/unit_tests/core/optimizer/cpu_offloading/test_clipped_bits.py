@@ -18,6 +18,7 @@ from megatron.core.optimizer.cpu_offloading import streamed_pass
 from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDeviceOptimizer
 from megatron.core.optimizer.fused_adam import FusedAdam
 from tests.helpers.ranks import random_delays, rank_device, run_ranks
+from tests.unit_tests.core.optimizer.cpu_offloading.helpers.nets import EXECUTORS
 from tests.unit_tests.core.optimizer.cpu_offloading.test_bits import (
     ALL,
     OPTIONS,
@@ -30,11 +31,9 @@ from tests.unit_tests.core.optimizer.cpu_offloading.test_bits import (
 SETTING = Setting(dtype=torch.bfloat16, num_microbatches=2, steps=11)
 SLOT = 320  # elements: less than any bucket has
 BF16_MOMENTS = {"exp_avg_dtype": torch.bfloat16, "exp_avg_sq_dtype": torch.bfloat16}
-# The options of `HybridDeviceOptimizer` by which buckets in host memory have their executors.
-EXECUTORS: dict[str, dict[str, Any]] = {
+ALL_EXECUTORS: dict[str, dict[str, Any]] = {
     "host": {},
-    "streamed": {"update_on_device": 1.0},
-    "half streamed": {"update_on_device": 0.5},
+    **EXECUTORS,
     "auto": {"update_on_device": None},
 }
 
@@ -73,7 +72,7 @@ def _train(executor: str | None, clipping: Clipping, moments: dict[str, Any], se
         optimizer: torch.optim.Optimizer = FusedAdam(model.parameters(), **moments, **OPTIONS)
     else:
         optimizer = HybridDeviceOptimizer(
-            model.parameters(), 1.0, **ALL, **EXECUTORS[executor], **moments, **OPTIONS
+            model.parameters(), 1.0, **ALL, **ALL_EXECUTORS[executor], **moments, **OPTIONS
         )
 
     factor = 1.0
@@ -138,7 +137,9 @@ def test_clipped_and_skipped_steps_have_the_bits_of_a_run_without_offload(
 @pytest.mark.parametrize("moments", [{}, BF16_MOMENTS], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("clipping", CLIPPINGS)
 def test_every_executor_has_the_bits_of_a_run_without_offload(clipping, moments, world_size):
-    for coefficients in run_ranks(world_size, _all_executors, list(EXECUTORS), clipping, moments):
+    for coefficients in run_ranks(
+        world_size, _all_executors, list(ALL_EXECUTORS), clipping, moments
+    ):
         _check(clipping, coefficients)
 
 
@@ -147,7 +148,7 @@ def test_every_executor_has_the_bits_of_a_run_without_offload(clipping, moments,
 @pytest.mark.parametrize("clipping", CLIPPINGS)
 def test_every_executor_has_these_bits_on_an_accelerator(accelerator, clipping, world_size):
     results = run_ranks(
-        world_size, _all_executors, list(EXECUTORS), clipping, {}, device=accelerator
+        world_size, _all_executors, list(ALL_EXECUTORS), clipping, {}, device=accelerator
     )
     for coefficients in results:
         _check(clipping, coefficients)
