@@ -77,8 +77,9 @@ def home() -> Iterator[Path]:
         yield folder
 
 
-def _join(root: Path, rank: int, world_size: int) -> None:
-    store = dist.FileStore(f"{root}.{os.getppid()}.{world_size}", world_size)
+def _join(name: str, root: Path, rank: int, world_size: int) -> None:
+    # Ranks that have died leave their addresses in the file: it is only for these.
+    store = dist.FileStore(f"{root}.{name}", world_size)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
 
 
@@ -92,7 +93,7 @@ def _steps(training: Training, steps: Sequence[int]) -> list[float]:
 
 def _undisturbed(root: Path, rank: int, world_size: int) -> list[Course]:
     """The rest of a run without offload from each of the steps that are saved; saves the first."""
-    _join(root, rank, world_size)
+    _join("undisturbed", root, rank, world_size)
     training = Training(None)
     _steps(training, range(1, OLD + 1))
     starts = [training.parts()]
@@ -120,7 +121,7 @@ def _loaded(root: Path, options: dict[str, Any]) -> tuple[Training, int]:
 
 
 def _resumed(root: Path, rank: int, world_size: int, options: dict[str, Any]) -> Course:
-    _join(root, rank, world_size)
+    _join("resumed", root, rank, world_size)
     training, newest = _loaded(root, options)
     start = training.parts()
     return Course(newest, start, _steps(training, range(newest + 1, END + 1)), training.parts())
@@ -130,7 +131,7 @@ def _dying(
     root: Path, rank: int, world_size: int, options: dict[str, Any], moment: Moment | None
 ) -> list[str]:
     """Returns the lanes of all work, without a moment at which to die."""
-    _join(root, rank, world_size)
+    _join("dying", root, rank, world_size)
     training, _ = _loaded(root, options)
     training.optimizer.synchronize()
     with (
