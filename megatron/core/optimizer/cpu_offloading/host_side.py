@@ -81,8 +81,8 @@ class HostSide:
         executors: one for each bucket, in the order of forward.
         rule: the rule that they carry out; None for an optimizer of torch's.
         lanes: on which they work.
-        timings: what records how long.
-        shown_timings: what callers see of it: nothing unless they asked for it.
+        timings: the recorder of their times.
+        shown_timings: the same recorder with `records_timings`; otherwise one without effect.
         nbytes_by_state: bytes of host memory by purpose.
     """
 

@@ -1,8 +1,8 @@
-"""A run that dies at any operation of any lane goes on with the bits of one that did not.
+"""A run that is killed at any operation of any lane resumes with the bits of an undisturbed run.
 
-Two steps are taken, and a save of the first one runs during the second. At the chosen operation
-a lane stops, all others go on for as long as they can, and the process dies. The next process loads
-the newest checkpoint, and trains to the end.
+The killed process takes two steps, and a save of the first one runs during the second. At the
+chosen operation a lane stops, the other lanes continue as far as they can, and the process is
+killed. The next process loads the newest checkpoint and trains to the end.
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ def _resumed(root: Path, rank: int, world_size: int, options: dict[str, Any]) ->
 def _dying(
     root: Path, rank: int, world_size: int, options: dict[str, Any], moment: Moment | None
 ) -> list[str]:
-    """Returns the lanes of all work, without a moment at which to die."""
+    """Trains and saves. Without a moment at which to be killed, returns the lanes of all work."""
     _join("dying", root, rank, world_size)
     training, _ = _loaded(root, options)
     training.optimizer.synchronize()
@@ -156,7 +156,7 @@ def _dying(
 
 @contextmanager
 def _watched(root: Path, moment: Moment | None) -> Iterator[list[str]]:
-    """While open, this process dies at a moment. Yields the lanes of work so far."""
+    """While open, this process is killed at a moment. Yields the lanes of all work so far."""
     seen: list[str] = []
     carry_out = ThreadLane.carry_out
 
@@ -188,7 +188,7 @@ def _on_ranks(world_size: int, function: Any, root: Path, *args: Any) -> list[An
 
 
 def _lanes(root: Path, world_size: int, options: dict[str, Any]) -> list[list[str]]:
-    """The lanes of each rank's work in a run that does not die."""
+    """The lanes of each rank's work in a run that is not killed."""
     return _on_ranks(world_size, _dying, root, options, None)
 
 
@@ -199,8 +199,10 @@ def _survives(
     moment: Moment | None,
     expected: list[list[Course]],
 ) -> int | None:
-    """The step of the checkpoint from which the next processes go on after the last rank's death,
-    or its end without a moment; None if their bits differ from those of an undisturbed run.
+    """Kills the last rank, or lets it finish if there is no moment, and resumes.
+
+    Returns:
+        The step of the loaded checkpoint; None if the bits of an undisturbed run differ.
     """
     dying, *others = [
         Child(_dying, root, rank, world_size, options, moment if rank == world_size - 1 else None)
@@ -225,7 +227,7 @@ def _survives(
 
 
 class Scene:
-    """A folder with a checkpoint, and what an undisturbed run makes of it."""
+    """A directory with a checkpoint, and the results of an undisturbed run from there."""
 
     def __init__(self, nursery: Forks, home: Path, world_size: int, executor: str) -> None:
         self._nursery = nursery
