@@ -81,7 +81,8 @@ class HostSide:
         executors: one for each bucket, in the order of forward.
         rule: the rule that they carry out; None for an optimizer of torch's.
         lanes: on which they work.
-        timings: what records how long.
+        timings: the recorder of their times.
+        shown_timings: the same recorder with `records_timings`; otherwise one without effect.
         nbytes_by_state: bytes of host memory by purpose.
     """
 
@@ -92,6 +93,7 @@ class HostSide:
         self._chooser = SplitChooser() if settings.update_on_device is None else None
         if settings.records_timings or self._chooser is not None:
             self.timings = TimingRecorder(device, has_lanes=settings.overlap.has_lanes)
+        self.shown_timings = self.timings if settings.records_timings else NoTimings()
         self.executors: list[Executor] = []
         self.nbytes_by_state: dict[str, int] = {}
         self._device = device
@@ -131,7 +133,7 @@ class HostSide:
 
         self.executors += added
         self._mesh = self._mesh or mesh
-        if self._settings.update_on_device != 0:
+        if self._may_stream:
             self._make_streamed()
         self._split()
         for name, nbytes in allocator.nbytes_by_state.items():
@@ -139,6 +141,14 @@ class HostSide:
         for executor in added:
             for index, slot in enumerate(executor.bucket.slots):
                 self._places[id(slot.parameter)] = (executor, index)
+
+    @property
+    def _may_stream(self) -> bool:
+        """Whether the device may update a bucket from here on."""
+        chooser = self._chooser
+        if chooser is not None and chooser.is_done:
+            return chooser.fraction != 0
+        return self._settings.update_on_device != 0
 
     def _split(self) -> None:
         """Chooses the buckets that the device updates from the next backward on."""
@@ -247,6 +257,9 @@ class HostSide:
         if chooser is not None and not chooser.is_done and isinstance(timings, StepTimings):
             chooser.step_ended(timings, self._streamed_share(), self.synchronize, self._mesh)
             self._split()
+            if not self._may_stream and self._streamed is not None:
+                self._streamed.close()
+                self._streamed = None
 
     def _begin(
         self, step: BucketStep, grad_scale: float, now: Event, timings: StepRecorder
