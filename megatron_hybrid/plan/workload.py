@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -27,7 +28,7 @@ class _Part(NamedTuple):
     """A group of parameters on this rank: elements of one optimizer pass, and their dtypes.
 
     Attributes:
-        collectives: bytes by field of `GroupWork`.
+        collectives: its gathers and reductions, without other work.
     """
 
     name: str
@@ -36,7 +37,7 @@ class _Part(NamedTuple):
     main: torch.dtype
     grad: torch.dtype
     weight: torch.dtype
-    collectives: Mapping[str, float] = {}
+    collectives: GroupWork
 
 
 def work_of(run: PlannedRun, fraction: float | None, early_bytes: float = 0.0) -> Work:
@@ -70,12 +71,15 @@ def _groups(
 ) -> tuple[GroupWork, ...]:
     """Returns the groups in the order of forward, and one for what has no layer: the loss."""
     of_layers = _layer_flops(run)
-    rest = flops_of_microbatch(run) / 3 - sum(of_layers.values())
+    counts = Counter(_layer_of(part.name) for part in parts)
+    rest = flops_of_microbatch(run) / 3
     backward = 3 if config.model.recompute_granularity == "full" else 2
     groups = list[GroupWork]()
     for part in parts:
-        forward = of_layers.pop(_layer_of(part.name), 0.0)
-        made = GroupWork(forward, backward * forward, **part.collectives)
+        layer = _layer_of(part.name)
+        forward = of_layers.get(layer, 0.0) / counts[layer]
+        rest -= forward
+        made = replace(part.collectives, forward=forward, backward=backward * forward)
         if part.is_on_host:
             states = part.numel * (part.main.itemsize + _state_bytes(config.optimizer))
             made = replace(
@@ -95,11 +99,10 @@ def _groups(
         if groups[index].host_pass:
             early_pass = groups[index].host_pass + groups[index].states
             groups[index] = replace(groups[index], early_pass=early_pass)
-    rest += sum(of_layers.values())
     return (*groups, GroupWork(rest, backward * rest))
 
 
-def _layer_flops(run: PlannedRun) -> dict[int | None, float]:
+def _layer_flops(run: PlannedRun) -> dict[int, float]:
     """Returns the FLOP of a microbatch's forward by layer."""
     spec = run.spec
     others = {name: getattr(spec, name) for name in vars(spec) if name != "layers"}
@@ -115,9 +118,10 @@ def _layer_flops(run: PlannedRun) -> dict[int | None, float]:
     return {number: kinds[layer] / 3 for number, layer in enumerate(spec.layers)}
 
 
-def _layer_of(name: str) -> int | None:
+def _layer_of(name: str) -> int:
+    """Returns the number of a group's layer; -1: it is in none."""
     found = re.search(r"\blayers\.(\d+)", name)
-    return int(found[1]) if found else None
+    return int(found[1]) if found else -1
 
 
 def flops_of_microbatch(run: PlannedRun) -> int:
@@ -150,20 +154,19 @@ def _parts(run: PlannedRun, fraction: float | None) -> list[_Part]:
     if not shards.units:
         return _parts_of_tensors(run, fraction)
     parts = []
-    # The root module has the embedding.
-    for unit in sorted(shards.units, key=lambda unit: unit.name != THE_MODEL):
+    # The root module has the embedding, and a layer without its experts precedes them.
+    for unit in sorted(shards.units, key=lambda unit: (_layer_of(unit.name), unit.name)):
         # It keeps its weights between forward and backward.
         reshards = config.parallel.megatron_fsdp_reshard_after_forward and unit.name != THE_MODEL
         for group in unit.groups:
-            moved: dict[str, float] = {
-                "reduced": group.reduced_nbytes,
-                "reduced_once": group.reduced_last_nbytes,
-            }
-            if not group.is_gathered:
-                moved["gathered_once"] = group.gathered_nbytes
-            else:
-                moved["gathered_forward"] = group.gathered_nbytes
-                moved["gathered_backward"] = group.gathered_nbytes if reshards else 0
+            gathered, is_gathered = group.gathered_nbytes, group.is_gathered
+            moved = GroupWork(
+                gathered_forward=gathered if is_gathered else 0,
+                gathered_backward=gathered if is_gathered and reshards else 0,
+                reduced=group.reduced_nbytes,
+                gathered_once=0 if is_gathered else gathered,
+                reduced_once=group.reduced_last_nbytes,
+            )
             numel = group.optimizer_numel if group.requires_grad else 0
             dtypes = group.main_dtype, group.grad_dtype, group.dtype
             parts.append(_Part(unit.name, numel, group.is_on_host, *dtypes, moved))
@@ -177,13 +180,15 @@ def _parts_of_tensors(run: PlannedRun, fraction: float | None) -> list[_Part]:
     groups = [PlannedGroup("", trained, False)] if plan is None else plan.groups
     parts = []
     for group in groups:
-        moved: dict[str, float] = {}
+        moved = GroupWork()
         if run.config.parallel.use_torch_fsdp2:
             # PyTorch FSDP2 gathers in the compute dtype and reduces in fp32.
             others = run.numel * (run.world_size - 1) / run.world_size * group.numel / trained
             gathered = others * run.microbatch.itemsize
-            moved = {"gathered_forward": gathered, "gathered_backward": gathered}
-            moved["reduced"] = others * torch.float32.itemsize
+            reduced = others * torch.float32.itemsize
+            moved = GroupWork(
+                gathered_forward=gathered, gathered_backward=gathered, reduced=reduced
+            )
         numel = group.numel // run.world_size
         parts.append(_Part(group.name, numel, group.is_on_host, fp32, fp32, fp32, moved))
     return parts

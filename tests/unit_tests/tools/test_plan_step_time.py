@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks import gpu_step
+from benchmarks import gpu_step, offload_model
 from megatron.core.optimizer.config import OptimizerConfig, Overlap
 from megatron_hybrid.plan.step_time import GroupWork, Machine, StepTime, Work, step_time
 from megatron_hybrid.plan.workload import flops_of_microbatch, work_of
@@ -280,6 +280,24 @@ def test_the_time_is_inverse_to_all_rates_together(work, machine, factor):
     faster = replace(machine, **{name: factor * getattr(machine, name) for name in rates})
     one, other = step_time(work, machine), step_time(work, faster)
     assert other.seconds == pytest.approx(one.seconds / factor, rel=1e-6)
+
+
+def test_groups_are_in_the_order_of_forward_and_have_all_of_the_work():
+    run = offload_model.planned_run("30B-A3B", 8, 1.0)
+    found = work_of(run, 0.5, 8 << 30)
+    plan, (*groups, loss) = run.plan(0.5), found.groups
+    assert [group.host_pass > 0 for group in groups] == [one.is_on_host for one in plan.groups]
+    # Sharded over eight ranks, whose rows differ.
+    numels = [group.states / 12 for group in groups if group.host_pass]
+    expected = [one.numel / 8 for one in plan.groups if one.is_on_host]
+    assert numels == pytest.approx(expected, rel=0.01)
+    assert found.flops == pytest.approx(flops_of_microbatch(run))
+    assert loss.forward == pytest.approx(2 * 2048 * 151936 * 8192)
+    early = [group for group in groups if group.early_pass]
+    assert early == groups[-len(early) :], "the last ones"
+    spare = [group.states + group.up for group in groups[-len(early) - 1 :]]
+    assert sum(spare[1:]) <= 8 << 30 < sum(spare)
+    assert early[0].early_pass / early[0].host_pass == pytest.approx(40 / 28)
 
 
 def test_what_the_gpu_page_expects_is_what_the_planner_computes():
