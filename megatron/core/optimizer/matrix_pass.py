@@ -47,7 +47,7 @@ from megatron.core.optimizer.rule_states import LocalArray, PlannedUpdates, Upda
 
 # Of a batch on each rank: 64 MiB in bf16. All ranks together have enough matrices then.
 _MOST_NUMEL = 1 << 25
-_FEWEST_BATCHES = 4  # of matrices that are exchanged, so that they can overlap
+_USUAL_BATCHES = 4  # about as many if there is little to exchange, so that they can overlap
 _NUM_SLOTS = 3  # batches that are under way at a time
 
 
@@ -218,13 +218,13 @@ def _divided(steps: Sequence[MatrixStep]) -> list[_Divided]:
         num_places = len(held[indices[0]].rows_at)
         loads = [0] * num_places
         total = sum(each.numel for each in held.values())
-        most = min(_MOST_NUMEL * num_places, -(-total // _FEWEST_BATCHES))
+        most = min(_MOST_NUMEL * num_places, -(-total // _USUAL_BATCHES))
         for batch in _batches(indices, [held[index].numel for index in indices], most):
-            own = [held[index] for index in batch]
-            division = divide(own, loads)
+            parameters = [held[index] for index in batch]
+            division = divide(parameters, loads)
             place = places[batch[0]]
             num_sent = sum(map(division.numel, division.sent(place.own)))
-            found.append(_Divided(batch, place, own, division, num_sent))
+            found.append(_Divided(batch, place, parameters, division, num_sent))
     return found
 
 

@@ -254,7 +254,7 @@ class RuleOptimizer(PlanningOptimizer):
                 self._states.arrays(each.parameter, each.gradient, self.state[each.parameter]),
             )
             for each in planned
-            if isinstance(each.scalars, MuonStep)
+            if isinstance(each.scalars, MuonStep) and each.matrix_rows is not None
         ]
         steps = {each.parameter: each for each in planned if each.matrix_rows is None}
         batches = []
