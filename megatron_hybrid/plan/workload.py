@@ -18,6 +18,7 @@ from megatron.core.optimizer.config import OptimizerConfig
 from megatron.core.optimizer.cpu_offloading.plan import PlannedGroup
 from megatron.core.optimizer.cpu_offloading.streamed_pass import SLOT_NUMEL
 from megatron.core.optimizer.rules import rule_of
+from megatron.core.transformer.fused_weight import matrices_of
 from megatron.core.transformer.spec import ModelSpec
 from megatron.training.config import RunConfig
 from megatron_hybrid.plan.planned_run import PlannedRun
@@ -132,6 +133,25 @@ def flops_of_microbatch(run: PlannedRun) -> int:
         run.config.data.seq_length,
         run.config.training.micro_batch_size,
     )
+
+
+def newton_schulz_flops(run: PlannedRun) -> int:
+    """Returns the FLOP of Muon's iterations in a step over all ranks; 0 for other optimizers.
+
+    Each matrix counts once. With HSDP every instance repeats them.
+    """
+    optimizer = run.config.optimizer
+    if optimizer.optimizer != "muon":
+        return 0
+    matrices = matrices_of(run.model, by_head=optimizer.muon_split_heads)
+    total = 0
+    for parameter, rows in matrices.items():
+        if parameter.requires_grad:
+            for size in rows:
+                less, more = sorted((size, parameter.shape[1]))
+                # Products of [less, more] by its transpose, of the result by itself, and by x.
+                total += 4 * less**2 * more + 2 * less**3
+    return total * optimizer.muon_num_ns_steps
 
 
 def checkpoint_nbytes(run: PlannedRun) -> int:
