@@ -14,6 +14,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from megatron.core.optimizer.pass_times import PassTimes
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -27,7 +28,6 @@ from megatron.core.lanes import ThreadEvent
 from megatron.core.optimizer.cpu_offloading import streamed_pass
 from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDeviceOptimizer
 from megatron.core.optimizer.kernels.piece import Piece
-from megatron.core.optimizer.pass_times import PassTimes
 from megatron.core.optimizer.rules import Lion
 from megatron.core.timeline import NO_TIMELINE
 from tests.helpers.ranks import on_ranks, random_delays, rank_device, run_ranks
