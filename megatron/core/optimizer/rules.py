@@ -12,7 +12,7 @@ torch_optimizer.py.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Hashable, Mapping
+from collections.abc import Callable, Collection, Hashable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar, NamedTuple
@@ -431,20 +431,32 @@ class Muon(ElementwiseRule):
 
 def rule_of(config: OptimizerConfig) -> UpdateRule:
     """The rule that `--optimizer` selects."""
-    exp_avg = DTYPES[config.exp_avg_dtype]
-    rules: dict[str, UpdateRule] = {
-        "adam": Adam(exp_avg, DTYPES[config.exp_avg_sq_dtype]),
-        "sgd": SGD(exp_avg, has_momentum=config.sgd_momentum > 0),
-        "lion": Lion(exp_avg),
+    exp_avg, exp_avg_sq = DTYPES[config.exp_avg_dtype], DTYPES[config.exp_avg_sq_dtype]
+    rules: dict[str, Callable[[], UpdateRule]] = {
+        "adam": lambda: Adam(exp_avg, exp_avg_sq),
+        "sgd": lambda: SGD(exp_avg, has_momentum=config.sgd_momentum > 0),
+        "lion": lambda: Lion(exp_avg),
+        "muon": lambda: Muon(exp_avg, Adam(exp_avg, exp_avg_sq)),
     }
-    return rules[config.optimizer]
+    return rules[config.optimizer]()
 
 
 def options_of(config: OptimizerConfig) -> dict[str, Any]:
     """The options of `rule_of`'s parameter groups, besides rate and weight decay."""
+    betas = (config.adam_beta1, config.adam_beta2)
     options: dict[str, dict[str, Any]] = {
-        "adam": {"betas": (config.adam_beta1, config.adam_beta2), "eps": config.adam_eps},
+        "adam": {"betas": betas, "eps": config.adam_eps},
         "sgd": {"momentum": config.sgd_momentum},
         "lion": {"betas": (config.lion_beta1, config.lion_beta2)},
+        "muon": {
+            "momentum": config.muon_momentum,
+            "nesterov": config.muon_nesterov,
+            "ns_steps": config.muon_num_ns_steps,
+            "coefficient_type": config.muon_coefficient_type,
+            "scale_mode": config.muon_scale_mode,
+            "extra_scale_factor": config.muon_extra_scale_factor,
+            "betas": betas,
+            "adam_eps": config.adam_eps,
+        },
     }
     return options[config.optimizer]
