@@ -137,7 +137,7 @@ class DataParallelConfig:
         return world_size // size
 
     def data_parallel_rank(self, rank: int) -> int:
-        """The number of a rank among those that read different samples."""
+        """The index of the samples that a rank reads, in range(data_parallel_size)."""
         return rank // self.context_parallel_size
 
     @property

@@ -23,7 +23,6 @@ from megatron.core.distributed.fsdp.fully_shard import fully_shard, fully_shard_
 from megatron.core.distributed.fsdp.module import FsdpModule
 from megatron.core.distributed.fsdp.placement import Flat, Placements
 from megatron.core.distributed.fsdp.precision import MixedPrecisionPolicy, OffloadPolicy
-from megatron.core.distributed.sequence_slices import slice_sequences
 from megatron.core.distributed.units import Unit, units_of
 from megatron.core.dtypes import DTYPES
 from megatron.core.mesh import (
@@ -120,7 +119,6 @@ def shard_model(
     if config.context_parallel_size > 1:
         contexts = build_context_mesh(device.kind, num_ranks, config.context_parallel_size)
         group = contexts.get_group(CONTEXT_AXIS)
-        slice_sequences(model, group)
         divide_context(model, group, config.cp_comm_type, _recorder(model))
 
 
