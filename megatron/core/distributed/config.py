@@ -141,8 +141,8 @@ class DataParallelConfig:
         return rank // self.context_parallel_size
 
     @property
-    def exchanges_tokens(self) -> bool:
-        """Whether ranks send each other tokens, within forward and backward."""
+    def has_exchanges(self) -> bool:
+        """Whether layers send tokens to other ranks in forward and backward."""
         return max(self.expert_model_parallel_size, self.context_parallel_size) > 1
 
     @property

@@ -94,6 +94,9 @@ def shard_model(
     cuts = cuts_of(config, num_ranks)
     policy = policy_of(config, compute_dtype, main_params_dtype)
     expert_mesh = expert_mesh_of(config, mesh, device)
+    context_mesh = None
+    if config.context_parallel_size > 1:
+        context_mesh = build_context_mesh(device.kind, num_ranks, config.context_parallel_size)
     if config.num_distributed_optimizer_instances > 1:
         mesh = build_hybrid_mesh(device.kind, num_ranks, config.num_distributed_optimizer_instances)
 
@@ -116,9 +119,8 @@ def shard_model(
 
     if expert_mesh is not None:
         divide_experts(model, expert_mesh.get_group(EXPERT_AXIS), _recorder(model))
-    if config.context_parallel_size > 1:
-        contexts = build_context_mesh(device.kind, num_ranks, config.context_parallel_size)
-        group = contexts.get_group(CONTEXT_AXIS)
+    if context_mesh is not None:
+        group = context_mesh.get_group(CONTEXT_AXIS)
         divide_context(model, group, config.cp_comm_type, _recorder(model))
 
 
