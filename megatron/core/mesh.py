@@ -7,6 +7,7 @@ from __future__ import annotations
 import os
 import weakref
 import zlib
+from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
@@ -218,6 +219,43 @@ def _make_second_group(group: dist.ProcessGroup, device: torch.device) -> dist.P
     )
     inherit_timeouts(made)
     return made
+
+
+# By mesh and axes.
+_groups_over = weakref.WeakKeyDictionary[DeviceMesh, dict[tuple[int, ...], dist.ProcessGroup]]()
+
+
+def ranks_over(mesh: DeviceMesh, axes: Sequence[int]) -> list[int]:
+    """The ranks that have this rank's place on all other axes, the last of `axes` running fastest.
+
+    Args:
+        axes: ascending.
+    """
+    own = mesh.get_coordinate()
+    assert own is not None, "asked by a rank of the mesh"
+    index = tuple(slice(None) if axis in axes else place for axis, place in enumerate(own))
+    ranks: list[int] = mesh.mesh[index].flatten().tolist()
+    return ranks
+
+
+def group_over(mesh: DeviceMesh, axes: Sequence[int]) -> dist.ProcessGroup:
+    """The process group of `ranks_over`, the same one in every call. All of them must call it
+    together.
+    """
+    if len(axes) == 1:
+        return mesh.get_group(axes[0])
+    ranks = sorted(ranks_over(mesh, axes))
+    if len(ranks) == dist.get_world_size():
+        return _get_default_group()
+
+    own = _groups_over.setdefault(mesh, {})
+    if tuple(axes) not in own:
+        made: dist.ProcessGroup = dist.new_group(
+            ranks, use_local_synchronization=True, group_desc="matrices"
+        )
+        inherit_timeouts(made)
+        own[tuple(axes)] = made
+    return own[tuple(axes)]
 
 
 def set_timeout(device: torch.device, timeout: timedelta) -> None:

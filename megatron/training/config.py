@@ -574,6 +574,12 @@ class RunConfig:
             "0 without --use-megatron-fsdp, whose groups have flat buffers",
             self.optimizer.optimizer_update_on_device,
         )
+        expect(
+            bool(self.parallel.use_megatron_fsdp) or not self.optimizer.early_update_bytes,
+            "--optimizer-early-update-gib",
+            "0 without --use-megatron-fsdp, whose groups have flat buffers",
+            self.optimizer.optimizer_early_update_gib,
+        )
         if not self.parallel.use_megatron_fsdp:
             for flag, dtype in (
                 ("--main-grads-dtype", self.parallel.main_grads_dtype),

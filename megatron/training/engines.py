@@ -45,6 +45,7 @@ from megatron.core.optimizer.distrib_optimizer import (
 from megatron.core.optimizer.lr_schedule import LRSchedule
 from megatron.core.optimizer.planned_memory import plan_memory
 from megatron.core.optimizer.state_memory import format_state_memory
+from megatron.core.optimizer.torch_optimizer import format_muon_groups
 from megatron.core.timeline import AnyTimeline
 from megatron.training.checkpoint.hf_weights import load_hf, save_hf
 from megatron.training.checkpoint.loading import load_checkpoint
@@ -183,6 +184,10 @@ class ModuleEngine:
             "".join(f", gradients sent in {name}" for name in self._sent_dtypes()),
             self.device.description,
         )
+
+        if config.optimizer.optimizer == "muon":
+            table = format_muon_groups(self.model, optimizer.param_groups)
+            logger.info("matrices of muon, by their rows, and weights of adam:\n%s", table)
 
         if optimizer.plan is not None:
             percent = 100 * optimizer.plan.host_fraction

@@ -127,7 +127,8 @@ class GatedDeltaNet(nn.Module):
                 ("z", spec.value_size),
                 ("beta", spec.num_value_heads),
                 ("alpha", spec.num_value_heads),
-            )
+            ),
+            num_heads=(*[spec.num_key_heads] * 2, *[spec.num_value_heads] * 2, 1, 1),
         )
         self.in_proj = FusedLinear(hidden_size, sections, bias=False, init_std=init_std)
         self.conv1d = CausalConv1d(2 * spec.key_size + spec.value_size, spec.conv_kernel)

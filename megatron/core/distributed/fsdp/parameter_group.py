@@ -296,6 +296,8 @@ class FsdpParameterGroup:
         if self.is_gathered:
             self.unsharded_weight.reallocate_storage()
         is_copied = is_stale and self.main_weight is not self.post_optimizer_model_weight
+        if is_copied:
+            self.delivery.settle()
         is_scattered = has_changed and self.post_optimizer_model_weight is not self.model_weight
         awaited = self.delivery.events
         after: list[Event] = []
