@@ -11,7 +11,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.core.distributed.context import A2A, ALL_GATHER, divide_context
-from megatron.core.distributed.sequence_slices import slice_sequences
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.models.hugging_face import config_from_hf
 from tests.helpers.ranks import run_ranks
@@ -32,7 +31,6 @@ def _losses(
     config, vocab_size, _ = config_from_hf(content, "config.json")
     model = GPTModel(config, vocab_size).eval()
     model.load_state_dict(weights)
-    slice_sequences(model, dist.group.WORLD)
     divide_context(model, dist.group.WORLD, comm_type)
     with torch.no_grad():
         losses: Tensor = model(text[:, :-1].contiguous(), text[:, 1:].contiguous())
