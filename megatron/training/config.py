@@ -356,6 +356,7 @@ class RunConfig:
                 number of ranks.
         """
         size = self.parallel.data_parallel_size(world_size)
+        self._check_context()
         batch = self.training.global_batch_size or self.training.micro_batch_size * size
         training = dataclasses.replace(self.training, global_batch_size=batch)
 
@@ -487,6 +488,23 @@ class RunConfig:
                 "otherwise",
                 model.moe_router_topk,
             )
+
+    def _check_context(self) -> None:
+        """ConfigError unless ranks can divide the sequences, and the heads of what mixes their
+        positions.
+        """
+        size, length, model = self.parallel.context_parallel_size, self.data.seq_length, self.model
+        expected = f"a multiple of --context-parallel-size {size}"
+        expect(length % size == 0, "--seq-length", expected, length)
+
+        flag, is_linear = "--context-parallel-size", model.linear_layers()
+        if self.parallel.cp_comm_type == "a2a" and not all(is_linear):
+            heads = model.num_attention_heads
+            expected = f"a divisor of --num-attention-heads {heads}, or --cp-comm-type all_gather"
+            expect(heads % size == 0, flag, expected, size)
+        if any(is_linear):
+            heads = model.linear_num_value_heads
+            expect(heads % size == 0, flag, f"a divisor of --linear-num-value-heads {heads}", size)
 
     def _check_flags_that_need_others(self) -> None:
         expect(

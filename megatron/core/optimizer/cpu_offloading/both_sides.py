@@ -89,7 +89,7 @@ class BothSides:
 
     def record_to(self, timeline: AnyTimeline) -> None:
         """Records the lanes' work in a timeline. RuntimeError without `records_timings`."""
-        self.host_side.timings.record_to(timeline)
+        self.host_side.shown_timings.record_to(timeline)
         self._timeline = timeline
 
     # Changes of the groups

@@ -246,7 +246,8 @@ class HostAllocator:
                 None if settings.host.rule is None else settings.host.rule.state_dtypes,
                 settings.pins_grads,
                 settings.pins_params,
-                settings.pins_states,
+                # States of other buckets never travel.
+                settings.pins_states and any(bucket.is_delivered for bucket in buckets),
                 device.pins_host_memory,
                 early_nbytes,
             ),

@@ -28,7 +28,7 @@ from megatron.core.lane_timings import (
 from megatron.core.lanes import Event, InlineLane, IssuingLane, Lane, is_lane_thread, relay
 from megatron.core.local_ranks import local_world_size
 from megatron.core.optimizer.cpu_offloading.bucket import Bucket, BucketStep, Pending
-from megatron.core.optimizer.cpu_offloading.early_updates import EarlyUpdates
+from megatron.core.optimizer.cpu_offloading.early_updates import EarlyUpdate, EarlyUpdates
 from megatron.core.optimizer.cpu_offloading.executors import (
     Executor,
     Options,
@@ -84,7 +84,8 @@ class HostSide:
         executors: one for each bucket, in the order of forward.
         rule: the rule that they carry out; None for an optimizer of torch's.
         lanes: on which they work.
-        timings: what records how long.
+        timings: the recorder of their times.
+        shown_timings: the same recorder with `records_timings`; otherwise one without effect.
         nbytes_by_state: bytes of host memory by purpose.
         early_nbytes: those of them that early updates need.
     """
@@ -96,6 +97,7 @@ class HostSide:
         self._chooser = SplitChooser() if settings.update_on_device is None else None
         if settings.records_timings or self._chooser is not None:
             self.timings = TimingRecorder(device, has_lanes=settings.overlap.has_lanes)
+        self.shown_timings = self.timings if settings.records_timings else NoTimings()
         self.executors: list[Executor] = []
         self.nbytes_by_state: dict[str, int] = {}
         self.early_nbytes = 0
@@ -142,7 +144,7 @@ class HostSide:
 
         self.executors += added
         self._mesh = self._mesh or mesh
-        if self._settings.update_on_device != 0:
+        if self._may_stream:
             self._make_streamed()
         self._split()
         self.early_nbytes += allocator.early_nbytes
@@ -151,6 +153,14 @@ class HostSide:
         for executor in added:
             for index, slot in enumerate(executor.bucket.slots):
                 self._places[id(slot.parameter)] = (executor, index)
+
+    @property
+    def _may_stream(self) -> bool:
+        """Whether the device may update a bucket from here on."""
+        chooser = self._chooser
+        if chooser is not None and chooser.is_done:
+            return chooser.fraction != 0
+        return self._settings.update_on_device != 0
 
     def _split(self) -> None:
         """Chooses the buckets that the device updates from the next backward on."""
@@ -289,6 +299,9 @@ class HostSide:
         if chooser is not None and not chooser.is_done and isinstance(timings, StepTimings):
             chooser.step_ended(timings, self._streamed_share(), self.synchronize, self._mesh)
             self._split()
+            if not self._may_stream and self._streamed is not None:
+                self._streamed.close()
+                self._streamed = None
 
     def _begin(
         self, step: BucketStep, grad_scale: float, now: Event, timings: StepRecorder
@@ -305,6 +318,10 @@ class HostSide:
                 early.expire()
             bucket.fetch(step.gradients)
 
+        def update_again(early: EarlyUpdate) -> None:
+            early.restore()
+            step.start(grad_scale)()
+
         def start_pass() -> None:
             if early is None:
                 started.append(step.start(grad_scale))
@@ -312,7 +329,7 @@ class HostSide:
                 timings.count_early(step.nbytes)
                 started.append(lambda: None)
             else:
-                started.append(lambda: (early.restore(), step.start(grad_scale)()))
+                started.append(partial(update_again, early))
 
         step.begin()
         reads = bucket.take_reads()
@@ -324,7 +341,7 @@ class HostSide:
         nbytes = 0 if is_fetched else bucket.grad.nbytes
         fetch_timed = timings.timed(D2H, fetch, nbytes, bucket.name)
         fetched = bucket.queue_fetch(self.lanes.d2h, fetch_timed, before_fetch)
-        started: list[Callable[[], object]] = []
+        started: list[Callable[[], None]] = []
         nbytes = 0 if is_final else step.nbytes
         work = timings.timed(HOST, lambda: started.pop()(), nbytes, bucket.name)
         send = timings.timed(H2D, partial(bucket.send, slots), bucket.weight.nbytes, bucket.name)

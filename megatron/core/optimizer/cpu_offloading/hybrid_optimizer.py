@@ -313,7 +313,7 @@ class HybridDeviceOptimizer(PlanningOptimizer):
         With `overlap_step_with_forward` the last step is not among them: the forward still waits
         for it.
         """
-        return self._sides.host_side.timings.collect()
+        return self._sides.host_side.shown_timings.collect()
 
     def reload_parameters(self) -> None:
         """Takes over the parameters' values, after a write that no version counter shows.
