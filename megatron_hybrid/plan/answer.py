@@ -144,6 +144,7 @@ class Answer:
                 "seconds": time.seconds,
                 "parts": time.parts,
                 "bound": time.bound,
+                "update_on_device": time.update_on_device,
                 "activation_copies": time.activations,
                 "tokens_per_second": self.tokens_per_second,
                 "flops_per_second": self.flops_per_second,
