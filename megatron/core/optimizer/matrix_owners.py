@@ -83,20 +83,6 @@ class Division(NamedTuple):
     def numel(self, segment: Segment) -> int:
         return segment.num_rows * self.matrices[segment.matrix].num_columns
 
-    def sent_numels(self, place: int, num_places: int) -> list[int]:
-        """Elements that a place sends to each place, and gets back."""
-        found = [0] * num_places
-        for segment in self.sent(place):
-            found[self.owners[segment.matrix]] += self.numel(segment)
-        return found
-
-    def received_numels(self, place: int, num_places: int) -> list[int]:
-        """Elements that a place receives from each place, and returns."""
-        found = [0] * num_places
-        for segment in self.received(place):
-            found[segment.place] += self.numel(segment)
-        return found
-
 
 def divide(parameters: Sequence[HeldMatrices], loads: list[int]) -> Division:
     """Finds the owners of all matrices of which a place holds rows. The most expensive matrix comes

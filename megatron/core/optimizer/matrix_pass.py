@@ -28,7 +28,7 @@ before the step, by `CollectiveHistory`.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -47,7 +47,7 @@ from megatron.core.optimizer.rule_states import LocalArray, PlannedUpdates, Upda
 
 # Of a batch on each rank: 64 MiB in bf16. All ranks together have enough matrices then.
 _MOST_NUMEL = 1 << 25
-_FEWEST_BATCHES = 4  # of matrices that are exchanged, so that they can overlap
+_USUAL_BATCHES = 4  # about as many if there is little to exchange, so that they can overlap
 _NUM_SLOTS = 3  # batches that are under way at a time
 
 
@@ -65,42 +65,43 @@ class MatrixStep(NamedTuple):
     arrays: Mapping[str, LocalArray]
 
 
-class _Places(NamedTuple):
-    """The ranks among which rows are exchanged; a place is a rank's number in the group."""
+class _Route(NamedTuple):
+    """The ways of the rows of some parameters, in any step.
 
-    group: dist.ProcessGroup | None  # None: this rank alone
+    Attributes:
+        steps: the parameters' indices.
+        group: of the ranks that exchange rows, in which a place is a rank; None: this rank alone.
+        own: this rank's place.
+        sent, received: this rank's segments, in the order of the messages.
+        sent_numels, received_numels: the sizes of the messages to and from each place.
+    """
+
+    steps: list[int]
+    group: dist.ProcessGroup | None
     own: int
-    coordinates: tuple[tuple[int, ...], ...]  # of each place in the parameter's mesh
+    held: list[HeldMatrices]
+    division: Division
+    sent: list[Segment]
+    received: list[Segment]
+    sent_numels: list[int]
+    received_numels: list[int]
 
 
 class MatrixBatch(NamedTuple):
     """Parameters whose rows travel together.
 
     Attributes:
-        parameters: of the batch.
-        sent, received: the sizes of the messages to and from each place, in elements.
-        buffer: [sum of `sent`] bf16: what is sent, and the results that come back.
+        scalars: of each parameter.
+        buffer: [sum of `route.sent_numels`] bf16: what is sent, and the results that come back.
         update, add: the elementwise phases.
-        matrices: which this rank orthogonalizes.
     """
 
     parameters: list[torch.Tensor]
-    group: dist.ProcessGroup | None
-    sent: list[int]
-    received: list[int]
+    scalars: list[MuonStep]
+    route: _Route
     buffer: torch.Tensor
     update: PlannedUpdates
     add: PlannedUpdates
-    matrices: list[_OwnMatrix]
-
-
-class _OwnMatrix(NamedTuple):
-    """A matrix that this rank orthogonalizes, and the offsets of its rows in what it receives."""
-
-    step: MuonStep
-    num_rows: int
-    num_columns: int
-    parts: list[tuple[Segment, int]]  # with offsets
 
 
 def check_matrices(parameter: torch.Tensor, num_rows: Sequence[int] | None) -> tuple[int, ...]:
@@ -125,11 +126,11 @@ def check_matrices(parameter: torch.Tensor, num_rows: Sequence[int] | None) -> t
 
 
 class MatrixPass:
-    """Plans and carries out steps of matrices. Keeps what it has divided for the next step."""
+    """Plans and carries out steps of matrices. Keeps their routes for the next step."""
 
     def __init__(self) -> None:
         self._steps: list[MatrixStep] = []
-        self._divided: list[_Divided] = []
+        self._routes: list[_Route] = []
 
     def plan(self, steps: Sequence[MatrixStep]) -> list[MatrixBatch]:
         """The batches of a step, in the order of all ranks. Reads and writes no array.
@@ -139,24 +140,21 @@ class MatrixPass:
             NotImplementedError: for DTensors that are not cut between rows.
         """
         if [*map(_identity, steps)] != [*map(_identity, self._steps)]:
-            self._divided = _divided(steps)
+            self._routes = _routes(steps)
             # Without gradients, which would be kept in memory.
             self._steps = [step._replace(arrays={}) for step in steps]
-        batches = self._divided
 
         # Batches that are not under way at the same time share memory.
-        slots = [
-            max((divided.num_sent for divided in batches[slot::_NUM_SLOTS]), default=0)
-            for slot in range(_NUM_SLOTS)
-        ]
+        sizes = [sum(route.sent_numels) for route in self._routes]
         memory: dict[tuple[int, torch.device], torch.Tensor] = {}
         found = []
-        for number, divided in enumerate(batches):
-            own = [steps[index] for index in divided.steps]
-            slot, device = number % _NUM_SLOTS, own[0].arrays["weight"].tensor.device
+        for number, (route, numel) in enumerate(zip(self._routes, sizes, strict=True)):
+            own = [steps[index] for index in route.steps]
+            slot, device = number % _NUM_SLOTS, local_tensor(own[0].parameter).device
             if (slot, device) not in memory:
-                memory[slot, device] = torch.empty(slots[slot], dtype=torch.bfloat16, device=device)
-            found.append(_batch(divided, own, memory[slot, device][: divided.num_sent]))
+                most = max(sizes[slot::_NUM_SLOTS])
+                memory[slot, device] = torch.empty(most, dtype=torch.bfloat16, device=device)
+            found.append(_batch(route, own, memory[slot, device][:numel]))
         return found
 
     def run(
@@ -171,22 +169,19 @@ class MatrixPass:
         Args:
             begin: called with each batch before its states are touched.
         """
-        received: dict[int, _Travelling] = {}
-        returned: dict[int, _Travelling] = {}
+        arriving: dict[int, Callable[[], torch.Tensor]] = {}
+        returning: dict[int, Callable[[], torch.Tensor]] = {}
         for number in range(len(batches) + 2):
             if number < len(batches):
-                batch = batches[number]
-                begin(batch)
-                carry_out(batch.update, grad_scale, kernel)
-                received[number] = _send(batch)
-            if number - 1 in received:
-                batch = batches[number - 1]
-                matrices = received.pop(number - 1).wait()
-                for own in batch.matrices:
-                    _orthogonalize(own, matrices)
-                returned[number - 1] = _return(batch, matrices)
-            if number - 2 in returned:
-                returned.pop(number - 2).wait()
+                begin(batches[number])
+                carry_out(batches[number].update, grad_scale, kernel)
+                arriving[number] = _send(batches[number])
+            if number - 1 in arriving:
+                matrices = arriving.pop(number - 1)()
+                _orthogonalize(batches[number - 1], matrices)
+                returning[number - 1] = _return(batches[number - 1], matrices)
+            if number - 2 in returning:
+                returning.pop(number - 2)()
                 carry_out(batches[number - 2].add, 1.0, kernel)
 
 
@@ -194,184 +189,152 @@ def _identity(step: MatrixStep) -> tuple[int, tuple[int, ...]]:
     return id(step.parameter), step.num_rows
 
 
-class _Divided(NamedTuple):
-    """What a batch does, for any step."""
-
-    steps: list[int]  # indices
-    places: _Places
-    held: list[HeldMatrices]
-    division: Division
-    num_sent: int
-
-
-def _divided(steps: Sequence[MatrixStep]) -> list[_Divided]:
+def _routes(steps: Sequence[MatrixStep]) -> list[_Route]:
     # By ranks and device, in the order in which they come first, which is the same on all ranks.
-    together: dict[tuple[object, ...], list[int]] = {}
-    places = [_places_of(step.parameter) for step in steps]
-    for index, (own, step) in enumerate(zip(places, steps, strict=True)):
-        key = (own.group, local_tensor(step.parameter).device)
-        together.setdefault(key, []).append(index)
+    together: dict[tuple[dist.ProcessGroup | None, torch.device], dict[int, HeldMatrices]] = {}
+    for index, step in enumerate(steps):
+        group, rows = _rows_by_place(step.parameter)
+        held = HeldMatrices(step.num_rows, step.parameter.shape[1], rows)
+        key = (group, local_tensor(step.parameter).device)
+        together.setdefault(key, {})[index] = held
 
     found = []
-    for indices in together.values():
-        held = {index: _held(steps[index], places[index]) for index in indices}
-        num_places = len(held[indices[0]].rows_at)
+    for (group, _), parameters in together.items():
+        num_places = len(next(iter(parameters.values())).rows_at)
         loads = [0] * num_places
-        total = sum(each.numel for each in held.values())
-        most = min(_MOST_NUMEL * num_places, -(-total // _FEWEST_BATCHES))
-        for batch in _batches(indices, [held[index].numel for index in indices], most):
-            own = [held[index] for index in batch]
-            division = divide(own, loads)
-            place = places[batch[0]]
-            num_sent = sum(map(division.numel, division.sent(place.own)))
-            found.append(_Divided(batch, place, own, division, num_sent))
+        ends = [*itertools.accumulate(held.numel for held in parameters.values())]
+        most = min(_MOST_NUMEL * num_places, -(-ends[-1] // _USUAL_BATCHES))
+        numbers = {index: (end - 1) // most for index, end in zip(parameters, ends, strict=True)}
+        for _, run in itertools.groupby(parameters, key=numbers.__getitem__):
+            found.append(_route({index: parameters[index] for index in run}, group, loads))
     return found
 
 
-def _batches(indices: Sequence[int], numels: Sequence[int], most: int) -> Iterable[list[int]]:
-    """Consecutive parameters, of about `most` elements together."""
-    ends = itertools.accumulate(numels)
-    numbers = [(end - 1) // max(most, 1) for end in ends]
-    for _, run in itertools.groupby(zip(numbers, indices, strict=True), key=lambda each: each[0]):
-        yield [index for _, index in run]
+def _route(
+    parameters: Mapping[int, HeldMatrices], group: dist.ProcessGroup | None, loads: list[int]
+) -> _Route:
+    held, own = [*parameters.values()], 0 if group is None else dist.get_rank(group)
+    division = divide(held, loads)
+    sent, received = division.sent(own), division.received(own)
+    sent_numels, received_numels = [0] * len(loads), [0] * len(loads)
+    for segment in sent:
+        sent_numels[division.owners[segment.matrix]] += division.numel(segment)
+    for segment in received:
+        received_numels[segment.place] += division.numel(segment)
+    return _Route(
+        [*parameters], group, own, held, division, sent, received, sent_numels, received_numels
+    )
 
 
-def _places_of(parameter: torch.Tensor) -> _Places:
+def _rows_by_place(
+    parameter: torch.Tensor,
+) -> tuple[dist.ProcessGroup | None, tuple[range, ...]]:
+    """The group of ranks that share the rows of a parameter, and the rows that each has."""
     if not isinstance(parameter, DTensor):
-        return _Places(None, 0, ((),))
+        return None, (range(parameter.shape[0]),)
 
-    mesh, group = parameter.device_mesh, group_of(parameter)
-    own = mesh.get_coordinate()
-    assert own is not None, "an optimizer is made by ranks of the mesh"
+    mesh, fsdp_group = parameter.device_mesh, group_of(parameter)
+    coordinate = mesh.get_coordinate()
+    assert coordinate is not None, "an optimizer is made by ranks of the mesh"
     # A matrix is on one place of a kept axis, as an expert is.
-    kept = (False,) * mesh.ndim if group is None else group.placements.is_kept
+    kept = (False,) * mesh.ndim if fsdp_group is None else fsdp_group.placements.is_kept
     axes = [
         axis
         for axis, placement in enumerate(parameter.placements)
         if placement.is_shard() and not kept[axis] and mesh.size(axis) > 1
     ]
     if not axes:
-        return _Places(None, 0, (tuple(own),))
+        return None, (rows_at(parameter, coordinate),)
 
-    process_group = group_over(mesh, axes)
-    coordinates = {}
+    group = group_over(mesh, axes)
+    found = {}
     cuts = itertools.product(*(range(mesh.size(axis)) for axis in axes))
     for rank, places in zip(ranks_over(mesh, axes), cuts, strict=True):
-        coordinate = [*own]
-        for axis, place in zip(axes, places, strict=True):
-            coordinate[axis] = place
-        coordinates[dist.get_group_rank(process_group, rank)] = tuple(coordinate)
-    ordered = tuple(coordinates[place] for place in range(len(coordinates)))
-    return _Places(process_group, dist.get_rank(process_group), ordered)
+        own = dict(zip(axes, places, strict=True))
+        at = [own.get(axis, place) for axis, place in enumerate(coordinate)]
+        found[dist.get_group_rank(group, rank)] = rows_at(parameter, at)
+    return group, tuple(found[place] for place in range(len(found)))
 
 
-def _held(step: MatrixStep, places: _Places) -> HeldMatrices:
-    parameter = step.parameter
-    rows = (
-        tuple(rows_at(parameter, coordinate) for coordinate in places.coordinates)
-        if isinstance(parameter, DTensor)
-        else (range(parameter.shape[0]),)
-    )
-    return HeldMatrices(step.num_rows, parameter.shape[1], rows)
-
-
-def _batch(divided: _Divided, steps: Sequence[MatrixStep], buffer: torch.Tensor) -> MatrixBatch:
-    division, own = divided.division, divided.places.own
-    updates, additions, offset = [], [], 0
-    for segment in division.sent(own):
-        matrix = division.matrices[segment.matrix]
-        step, rows = steps[matrix.parameter], divided.held[matrix.parameter].rows_at[own]
+def _batch(route: _Route, steps: Sequence[MatrixStep], buffer: torch.Tensor) -> MatrixBatch:
+    updates, additions = [], []
+    for segment, travelling in zip(route.sent, _rows_in(buffer, route, route.sent), strict=True):
+        matrix = route.division.matrices[segment.matrix]
+        step, rows = steps[matrix.parameter], route.held[matrix.parameter].rows_at[route.own]
         first = matrix.first_row + segment.first_row - rows.start
         arrays = {
             name: LocalArray(array.tensor.narrow(0, first, segment.num_rows))
             for name, array in step.arrays.items()
         }
-        travelling = buffer.narrow(0, offset, division.numel(segment))
-        offset += travelling.numel()
-        place = LocalArray(travelling.view(segment.num_rows, matrix.num_columns))
         inputs = {name: arrays.pop(name) for name in ("grad", "momentum_buffer")}
-        updates.append(Update(step.scalars, {**inputs, "weight": place}))
+        updates.append(Update(step.scalars, {**inputs, "weight": LocalArray(travelling)}))
         addition = step.scalars.addition(matrix.num_rows, matrix.num_columns)
-        additions.append(Update(addition, {**arrays, "grad": place}))
-
-    return MatrixBatch(
-        [step.parameter for step in steps],
-        divided.places.group,
-        division.sent_numels(own, len(divided.places.coordinates)),
-        division.received_numels(own, len(divided.places.coordinates)),
-        buffer,
-        plan(updates),
-        plan(additions),
-        _own_matrices(division, own, steps),
-    )
+        additions.append(Update(addition, {**arrays, "grad": LocalArray(travelling)}))
+    parameters, scalars = [step.parameter for step in steps], [step.scalars for step in steps]
+    return MatrixBatch(parameters, scalars, route, buffer, plan(updates), plan(additions))
 
 
-def _own_matrices(division: Division, own: int, steps: Sequence[MatrixStep]) -> list[_OwnMatrix]:
-    found: dict[int, _OwnMatrix] = {}
-    offset = 0
-    for segment in division.received(own):
-        number = segment.matrix
-        if number not in found:
-            matrix = division.matrices[number]
-            scalars = steps[matrix.parameter].scalars
-            found[number] = _OwnMatrix(scalars, matrix.num_rows, matrix.num_columns, [])
-        found[number].parts.append((segment, offset))
-        offset += division.numel(segment)
-    return list(found.values())
+def _rows_in(
+    buffer: torch.Tensor, route: _Route, segments: Sequence[Segment]
+) -> Iterator[torch.Tensor]:
+    """The places of segments in a buffer, as [rows, columns]."""
+    numels = [route.division.numel(segment) for segment in segments]
+    for segment, part in zip(segments, buffer.split(numels), strict=True):
+        yield part.view(segment.num_rows, -1)
 
 
-def _orthogonalize(own: _OwnMatrix, received: torch.Tensor) -> None:
-    """Replaces a matrix by its orthogonalization, where it was received."""
-    places = [
-        received.narrow(0, offset, part.num_rows * own.num_columns).view(part.num_rows, -1)
-        for part, offset in own.parts
-    ]
-    # With separate memory always, whose alignment may decide which kernel multiplies.
-    matrix = received.new_empty(own.num_rows, own.num_columns)
-    for (part, _), place in zip(own.parts, places, strict=True):
-        matrix.narrow(0, part.first_row, part.num_rows).copy_(place)
-    result = orthogonalize(matrix, own.step)
-    for (part, _), place in zip(own.parts, places, strict=True):
-        place.copy_(result.narrow(0, part.first_row, part.num_rows))
+def _orthogonalize(batch: MatrixBatch, received: torch.Tensor) -> None:
+    """Replaces all matrices by their orthogonalizations, where they were received."""
+    route = batch.route
+    parts: dict[int, list[tuple[Segment, torch.Tensor]]] = {}
+    places = _rows_in(received, route, route.received)
+    for segment, place in zip(route.received, places, strict=True):
+        parts.setdefault(segment.matrix, []).append((segment, place))
+
+    for number, own in parts.items():
+        parameter, _, *shape = route.division.matrices[number]
+        # With separate memory always, whose alignment may decide which kernel multiplies.
+        matrix = received.new_empty(shape)
+        for segment, place in own:
+            matrix.narrow(0, segment.first_row, segment.num_rows).copy_(place)
+        result = orthogonalize(matrix, batch.scalars[parameter])
+        for segment, place in own:
+            place.copy_(result.narrow(0, segment.first_row, segment.num_rows))
 
 
-class _Travelling(NamedTuple):
-    """Rows on their way. `sent` is only kept alive."""
-
-    work: dist.Work | None
-    sent: torch.Tensor
-    received: torch.Tensor
-
-    def wait(self) -> torch.Tensor:
-        """What has been received, for later work of this thread."""
-        if self.work is not None:
-            numel = self.received.numel()
-            with issuing(f"all-to-all of {numel} elements of matrices", self.received):
-                self.work.wait()
-        return self.received
+def _send(batch: MatrixBatch) -> Callable[[], torch.Tensor]:
+    route = batch.route
+    if route.group is None:
+        return lambda: batch.buffer
+    received = batch.buffer.new_empty(sum(route.received_numels))
+    sizes = (route.sent_numels, route.received_numels)
+    return _exchange(batch.buffer, received, *sizes, route.group)
 
 
-def _send(batch: MatrixBatch) -> _Travelling:
-    if batch.group is None:
-        return _Travelling(None, batch.buffer, batch.buffer)
-    received = batch.buffer.new_empty(sum(batch.received))
-    return _exchange(batch.buffer, batch.sent, received, batch.received, batch.group)
-
-
-def _return(batch: MatrixBatch, matrices: torch.Tensor) -> _Travelling:
-    if batch.group is None:
-        return _Travelling(None, matrices, matrices)
-    return _exchange(matrices, batch.received, batch.buffer, batch.sent, batch.group)
+def _return(batch: MatrixBatch, matrices: torch.Tensor) -> Callable[[], torch.Tensor]:
+    route = batch.route
+    if route.group is None:
+        return lambda: matrices
+    sizes = (route.received_numels, route.sent_numels)
+    return _exchange(matrices, batch.buffer, *sizes, route.group)
 
 
 def _exchange(
     sent: torch.Tensor,
-    sent_numels: list[int],
     received: torch.Tensor,
+    sent_numels: list[int],
     received_numels: list[int],
     group: dist.ProcessGroup,
-) -> _Travelling:
+) -> Callable[[], torch.Tensor]:
+    """Starts an exchange. Returns a function that waits for it and returns `received`."""
     work = dist.all_to_all_single(
         received, sent, received_numels, sent_numels, group=group, async_op=True
     )
-    return _Travelling(work, sent, received)
+
+    def wait() -> torch.Tensor:
+        # This function keeps what is sent alive, too.
+        with issuing(f"all-to-all of {sent.numel()} elements of matrices", received):
+            work.wait()
+        return received
+
+    return wait

@@ -399,6 +399,12 @@ class Muon(ElementwiseRule):
             return MuonStep.of(options)
         return self.scalar.scalars({**options, "eps": options["adam_eps"]}, step)
 
+    def check_on_host(self) -> None:
+        raise NotImplementedError(
+            "Muon's states cannot be in host memory yet: its matrices are orthogonalized by "
+            "RuleOptimizer only."
+        )
+
     @staticmethod
     def update(
         step: MuonStep | MatrixAddition,

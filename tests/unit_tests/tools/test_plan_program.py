@@ -433,10 +433,11 @@ def test_a_quantity_of_0_is_an_error(parse, text):
         parse(text)
 
 
-def test_the_host_is_measured_with_states_that_are_not_offloaded(monkeypatch):
+@pytest.mark.parametrize("options", [["--exp-avg-dtype", "bf16"], ["--optimizer", "muon"]])
+def test_the_host_is_measured_with_states_that_are_not_offloaded(monkeypatch, options):
     monkeypatch.setattr(measure, "_PASS_NUMEL", 1 << 10)
     monkeypatch.setattr(measure, "_SECONDS", 0.0)
-    run = PlannedRun([*FLAGS, "--exp-avg-dtype", "bf16"], 2, "cpu")
+    run = PlannedRun([*FLAGS, *options], 2, "cpu")
     assert measure._host_pass(measure.job_of(run), Device("cpu")) > 0
 
 

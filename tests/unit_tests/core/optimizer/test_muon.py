@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from megatron.core.optimizer import matrix_pass
+from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDeviceOptimizer
 from megatron.core.optimizer.kernels.newton_schulz import MuonStep
 from megatron.core.optimizer.rule_optimizer import RuleOptimizer
 from megatron.core.optimizer.rules import SGD, Adam, Muon
@@ -169,6 +170,22 @@ def test_parameters_without_a_gradient_and_frozen_ones_rest(monkeypatch):
     assert [int(optimizer.state[p]["step"]) for p in matrices[1:]] == [1, 2, 1, 1]
 
 
+def test_parameters_put_into_the_groups_later_get_the_rules_of_these():
+    """As programs do that shard a model after they have built its optimizer."""
+    runs = []
+    for are_put_later in (False, True):
+        matrices, others = parameters(MATRICES), parameters(OTHERS)
+        given = (parameters(MATRICES), parameters(OTHERS)) if are_put_later else (matrices, others)
+        optimizer = RuleOptimizer(groups_of(*given), Muon(), **OPTIONS)
+        optimizer.param_groups[0]["params"] = matrices
+        optimizer.param_groups[1]["params"] = others
+        give_gradients(matrices + others, 0)
+        optimizer.step()
+        assert {*optimizer.state[others[0]]} == {"step", "exp_avg", "exp_avg_sq"}
+        runs.append(matrices + others)
+    assert all(map(torch.equal, *runs))
+
+
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
 def test_a_gradient_that_is_not_finite_shows_in_its_matrix_only(value):
     first, second = parameters(((8, 8), (8, 8)))
@@ -280,3 +297,9 @@ def test_dtypes_with_a_scale_are_rejected():
     optimizer.step()
     assert optimizer.state[others[0]]["exp_avg"].dtype == torch.float16
     assert SGD().part_for({}) == SGD()
+
+
+@pytest.mark.parametrize("fraction", [0.0, 1.0])
+def test_offloaded_states_are_rejected_by_name(fraction):
+    with pytest.raises(NotImplementedError, match="Muon"):
+        HybridDeviceOptimizer(parameters(MATRICES), fraction, rule=Muon())
