@@ -104,7 +104,8 @@ class Work:
             which updates it; None: the share with the shortest step.
         activations: bytes copied to the host in each forward, and back in its backward.
         hides_activations: whether only as many are copied as the computation hides.
-        exchanged: bytes of tokens sent to experts and back in each microbatch, which never overlap.
+        exchanged: bytes that expert and context parallelism exchange in each microbatch, which
+            never overlap.
         exchanges: number per microbatch.
     """
 
@@ -233,7 +234,8 @@ class SimulatedStep:
                 replace(group, early_pass=0.0) if index in late else group
                 for index, group in enumerate(self._work.groups)
             )
-            return SimulatedStep(replace(self._work, groups=groups), self._machine, self._share).time()
+            work = replace(self._work, groups=groups)
+            return SimulatedStep(work, self._machine, self._share).time()
 
         parts = dict.fromkeys(PARTS, 0.0)
         for task, span in zip(self.tasks[begin + 1 :], spans[begin + 1 :], strict=True):
@@ -272,7 +274,7 @@ class SimulatedStep:
         if not group.host_pass or self._is_streamed[index]:
             return
         self._down[index] = self._copy("gradients down", "down", group.down, [after])
-        if group.early_pass:
+        if group.early_pass and self._work.overlap.in_backward:
             self._early[index] = self._host(group.early_pass, [self._down[index]])
 
     def _update(self, norm: int) -> None:

@@ -89,6 +89,9 @@ def _step(answer: Answer) -> list[str]:
     if time.update_on_device:
         of_states = "of the states in host memory are updated on the device"
         rows.append(("streamed", f"{time.update_on_device:.0%}", of_states))
+    if answer.muon_share:
+        share = f"{100 * answer.muon_share:.1f} %"
+        rows.append(("Newton-Schulz", share, "of the FLOP of forward and backward, for Muon"))
     if time.activations:
         copies = f"a microbatch's, each way, next to {shown_seconds(time.forward)} of forward"
         rows.append(("activations", shown_seconds(time.activations), copies))
