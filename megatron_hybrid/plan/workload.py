@@ -93,7 +93,7 @@ def _groups(run: PlannedRun, parts: Sequence[_Part], config: RunConfig) -> tuple
                 chunks=max(1, math.ceil(part.numel / SLOT_NUMEL)),
             )
         groups.append(made)
-    left = config.optimizer.early_update_bytes
+    left: float = config.optimizer.early_update_bytes
     for index in reversed(range(len(groups))):
         group = groups[index]
         # Of the undo log, and of weights that otherwise take the place of their gradients.
