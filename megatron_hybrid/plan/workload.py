@@ -45,17 +45,13 @@ class _Part(NamedTuple):
     collectives: GroupWork
 
 
-def work_of(run: PlannedRun, fraction: float | None, early_bytes: float = 0.0) -> Work:
-    """Returns one step of a rank at an offload fraction.
-
-    Args:
-        early_bytes: spare host memory, for which the last groups are updated during backward.
-    """
+def work_of(run: PlannedRun, fraction: float | None) -> Work:
+    """Returns one step of a rank at an offload fraction."""
     config = run.at(fraction)
     parts = _parts(run, fraction)
     exchanged, num_exchanges = _exchanges(run)
     return Work(
-        groups=_groups(run, parts, config, early_bytes),
+        groups=_groups(run, parts, config),
         num_microbatches=run.num_microbatches,
         norm=sum(part.numel * part.grad.itemsize for part in parts),
         device_pass=sum(
@@ -72,9 +68,7 @@ def work_of(run: PlannedRun, fraction: float | None, early_bytes: float = 0.0) -
     )
 
 
-def _groups(
-    run: PlannedRun, parts: Sequence[_Part], config: RunConfig, early_bytes: float
-) -> tuple[GroupWork, ...]:
+def _groups(run: PlannedRun, parts: Sequence[_Part], config: RunConfig) -> tuple[GroupWork, ...]:
     """Returns the groups in the order of forward, and one for what has no layer: the loss."""
     of_layers = _layer_flops(run)
     counts = Counter(_layer_of(part.name) for part in parts)
@@ -97,14 +91,14 @@ def _groups(
                 chunks=max(1, math.ceil(part.numel / SLOT_NUMEL)),
             )
         groups.append(made)
+    left: float = config.optimizer.early_update_bytes
     for index in reversed(range(len(groups))):
-        # In spare memory: main weights, states and weights, which are written and not overwritten.
-        early_bytes -= groups[index].states + groups[index].up
-        if early_bytes < 0:
-            break
-        if groups[index].host_pass:
-            early_pass = groups[index].host_pass + groups[index].states
-            groups[index] = replace(groups[index], early_pass=early_pass)
+        group = groups[index]
+        # Of the undo log, and of weights that otherwise take the place of their gradients.
+        cost = group.states + (group.up if group.up == group.down else 0)
+        if 0 < cost <= left:
+            left -= cost
+            groups[index] = replace(group, early_pass=group.host_pass + group.states)
     # Once a step; a rank's part is as large as its part of the elements.
     muon = newton_schulz_flops(run) * sum(part.numel for part in parts) / run.trained_numel
     return (*groups, GroupWork(rest, backward * rest + muon / run.num_microbatches))
