@@ -255,7 +255,7 @@ def exchanged_by(mixer: Mixer, batch: Microbatch) -> float:
 
 
 def _sent_of_token(mixer: Mixer, batch: Microbatch) -> int:
-    """Returns the bytes of a token in a mixer's forward, those of the rank's own part included."""
+    """Returns a token's bytes in the exchanges of a forward, the part that stays included."""
     itemsize = batch.itemsize
     if isinstance(mixer, GatedDeltaNetSpec):
         keys = 2 * mixer.key_size * batch.num_head_copies(mixer.num_key_heads)

@@ -385,7 +385,7 @@ class FsdpParameterGroup:
 
     def record_exchange(self, is_backward: bool) -> None:
         """Records an exchange of tokens, or of their gradients, for a module of this group, on the
-        last axis, whose ranks are consecutive as those that exchange are.
+        last axis. Its ranks are consecutive, as are the ranks that exchange.
         """
         self._record([len(self.histories) - 1], Kind.EXCHANGE, int(is_backward))
 
