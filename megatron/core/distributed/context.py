@@ -279,7 +279,8 @@ class _Gather(torch.autograd.Function):
         whole = [part.transpose(0, 1) for part in gradients]  # [seq, batch, heads, dim]
         sent = _packed(whole).unflatten(0, (exchange.num_ranks, -1))
         received = exchange.all_to_all(sent, is_backward=True)
-        own = received.sum(0, dtype=torch.float32).to(sent.dtype)
+        wide = torch.promote_types(sent.dtype, torch.float32)
+        own = received.sum(0, dtype=wide).to(sent.dtype)
         return None, *(part.transpose(0, 1) for part in _unpacked(own, whole))
 
 
