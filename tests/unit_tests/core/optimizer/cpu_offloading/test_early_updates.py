@@ -404,8 +404,21 @@ def _beside() -> None:
         assert found.shares[1:] == [share] * 3
 
 
-def test_streamed_buckets_beside_early_ones():
+def _becomes_streamed() -> None:
+    def between(trained: Trained, number: int) -> None:
+        # As when parameters are added, with which the split is chosen again.
+        for bucket in trained.side.buckets if number == 2 else ():
+            bucket.is_streamed = trained.side.early_nbytes > 0
+
+    trained = Trained(ROOM, **OPTIONS, update_on_device=1e-6)
+    found = course(trained, between=between)
+    assert_same(found, course(Trained(0), between=between))
+    assert found.shares == [0.0, 1.0, 0.0, 0.0]
+
+
+def test_streamed_buckets_have_no_early_updates():
     run_ranks(2, _beside)
+    run_ranks(2, _becomes_streamed)
 
 
 def _outlived() -> None:
