@@ -140,7 +140,7 @@ class RuleOptimizer(PlanningOptimizer):
     ) -> None:
         masters = MasterWeights(master_weights, master_weight_dtype, store_param_remainders)
         self.rule = rule
-        self._states = RuleStates(masters)
+        self._states = RuleStates(rule, masters)
         self.use_decoupled_grad = use_decoupled_grad
         self.set_grad_none = True if set_grad_none is None else bool(set_grad_none)
         self._num_host_threads = num_host_threads
@@ -159,11 +159,9 @@ class RuleOptimizer(PlanningOptimizer):
         try:
             _check_dtypes(group["params"])
             self.rule.scalars(group, 1)
-            rule = self.rule.part_for(group)
-            if rule.takes_matrices:
+            self._divide_rule(group)
+            if self.rule.part_for(group).takes_matrices:
                 _matrix_rows(group)
-            for parameter in group["params"]:
-                self._states.add(parameter, rule)
         except (ValueError, NotImplementedError):
             self.param_groups.pop()
             raise
@@ -202,6 +200,9 @@ class RuleOptimizer(PlanningOptimizer):
             with_frozen: also for frozen parameters, whose states a checkpoint may hold.
                 A step allocates none for them.
         """
+        # Programs may have put other parameters into the groups.
+        for group in self.param_groups:
+            self._divide_rule(group)
         for parameter in self._parameters():
             is_stepped = (
                 parameter.requires_grad
@@ -472,6 +473,12 @@ class RuleOptimizer(PlanningOptimizer):
                 rows = None if matrix_rows is None else matrix_rows[index]
                 planned.append(_Planned(parameter, local, number, scalars[number], rows))
         return planned
+
+    def _divide_rule(self, group: Mapping[str, Any]) -> None:
+        """Gives the parameters of a group the part of the rule that is theirs."""
+        rule = self.rule.part_for(group)
+        for parameter in group["params"]:
+            self._states.add(parameter, rule)
 
     def _with_master(self, parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
         return [parameter for parameter in parameters if MASTER in self.state[parameter]]

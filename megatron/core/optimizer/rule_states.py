@@ -78,7 +78,8 @@ class MasterWeights:
 class RuleStates:
     """Allocates and describes the states, which the optimizer owns."""
 
-    def __init__(self, masters: MasterWeights) -> None:
+    def __init__(self, rule: UpdateRule, masters: MasterWeights) -> None:
+        self._rule = rule
         self._masters = masters
         self._rules: dict[torch.Tensor, UpdateRule] = {}
         self._scales: dict[torch.Tensor, dict[str, torch.Tensor]] = {}
@@ -87,7 +88,7 @@ class RuleStates:
         self._writes = TensorWrites()
 
     def add(self, parameter: torch.Tensor, rule: UpdateRule) -> None:
-        """Makes the states of a parameter those of a rule.
+        """Makes the states of a parameter those of a part of the rule.
 
         NotImplementedError for a rule that does not take the parameter's main weight.
         """
@@ -99,12 +100,12 @@ class RuleStates:
 
     def rule_of(self, parameter: torch.Tensor) -> UpdateRule:
         """The rule of a parameter's states and kernels."""
-        return self._rules[parameter]
+        return self._rules.get(parameter, self._rule)
 
     def dtypes_of(self, parameter: torch.Tensor) -> dict[str, torch.dtype]:
         """The dtypes of a parameter's states, without `step`."""
         master = self._masters.dtype_of(parameter)
-        own = self._rules[parameter].state_dtypes
+        own = self.rule_of(parameter).state_dtypes
         return own if master is None else {**own, MASTER: master}
 
     def check_remainders(self, parameter: torch.Tensor, are_kept: bool | None) -> None:

@@ -19,7 +19,7 @@ has deferred a reduction is remembered apart from the gradients, alike on all ra
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import zip_longest
@@ -302,7 +302,8 @@ class GroupGradients:
 
     def move(self, step: ReductionStep, label: Label) -> Move:
         """A step of a reduction, as a lane's work."""
-        group, carry_out_step = None, self._carry_out
+        group = None
+        carry_out_step: Callable[[ReductionStep, Label], None] = self._carry_out
         if self._plan.skips_reduction:
             carry_out_step = self._add_own
         elif len(step.axes) == 1 and isinstance(step.target.placements[step.axes[0]], Shard):

@@ -434,7 +434,7 @@ class FsdpBucket(Bucket):
     def _placed(self, pieces: Sequence[Piece]) -> list[tuple[int, Piece]]:
         """Pieces with their offsets in the bucket's arrays, in elements."""
         begin = self.main_weight.storage_offset()
-        return [(piece.weight.storage_offset() - begin, piece) for piece in pieces]
+        return [(int(piece.weight.storage_offset() - begin), piece) for piece in pieces]
 
     def _main_versions(self) -> int:
         """Counts the writes to the group's gradients."""

@@ -28,7 +28,7 @@ from megatron.core.lane_timings import (
 from megatron.core.lanes import Event, InlineLane, IssuingLane, Lane, is_lane_thread, relay
 from megatron.core.local_ranks import local_world_size
 from megatron.core.optimizer.cpu_offloading.bucket import Bucket, BucketStep, Pending
-from megatron.core.optimizer.cpu_offloading.early_updates import EarlyUpdates
+from megatron.core.optimizer.cpu_offloading.early_updates import EarlyUpdate, EarlyUpdates
 from megatron.core.optimizer.cpu_offloading.executors import (
     Executor,
     Options,
@@ -318,6 +318,10 @@ class HostSide:
                 early.expire()
             bucket.fetch(step.gradients)
 
+        def update_again(early: EarlyUpdate) -> None:
+            early.restore()
+            step.start(grad_scale)()
+
         def start_pass() -> None:
             if early is None:
                 started.append(step.start(grad_scale))
@@ -325,7 +329,7 @@ class HostSide:
                 timings.count_early(step.nbytes)
                 started.append(lambda: None)
             else:
-                started.append(lambda: (early.restore(), step.start(grad_scale)()))
+                started.append(partial(update_again, early))
 
         step.begin()
         reads = bucket.take_reads()
@@ -337,7 +341,7 @@ class HostSide:
         nbytes = 0 if is_fetched else bucket.grad.nbytes
         fetch_timed = timings.timed(D2H, fetch, nbytes, bucket.name)
         fetched = bucket.queue_fetch(self.lanes.d2h, fetch_timed, before_fetch)
-        started: list[Callable[[], object]] = []
+        started: list[Callable[[], None]] = []
         nbytes = 0 if is_final else step.nbytes
         work = timings.timed(HOST, lambda: started.pop()(), nbytes, bucket.name)
         send = timings.timed(H2D, partial(bucket.send, slots), bucket.weight.nbytes, bucket.name)

@@ -170,6 +170,22 @@ def test_parameters_without_a_gradient_and_frozen_ones_rest(monkeypatch):
     assert [int(optimizer.state[p]["step"]) for p in matrices[1:]] == [1, 2, 1, 1]
 
 
+def test_parameters_put_into_the_groups_later_get_the_rules_of_these():
+    """As programs do that shard a model after they have built its optimizer."""
+    runs = []
+    for are_put_later in (False, True):
+        matrices, others = parameters(MATRICES), parameters(OTHERS)
+        given = (parameters(MATRICES), parameters(OTHERS)) if are_put_later else (matrices, others)
+        optimizer = RuleOptimizer(groups_of(*given), Muon(), **OPTIONS)
+        optimizer.param_groups[0]["params"] = matrices
+        optimizer.param_groups[1]["params"] = others
+        give_gradients(matrices + others, 0)
+        optimizer.step()
+        assert {*optimizer.state[others[0]]} == {"step", "exp_avg", "exp_avg_sq"}
+        runs.append(matrices + others)
+    assert all(map(torch.equal, *runs))
+
+
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
 def test_a_gradient_that_is_not_finite_shows_in_its_matrix_only(value):
     first, second = parameters(((8, 8), (8, 8)))

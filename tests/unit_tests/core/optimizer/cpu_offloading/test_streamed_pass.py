@@ -14,7 +14,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from megatron.core.optimizer.pass_times import PassTimes
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -25,7 +24,7 @@ from torch.utils._pytree import tree_leaves
 
 from megatron.core.dtensors import local_tensor
 from megatron.core.lanes import ThreadEvent
-from megatron.core.optimizer.cpu_offloading import streamed_pass
+from megatron.core.optimizer.cpu_offloading import streamed_pass, update_split
 from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDeviceOptimizer
 from megatron.core.optimizer.kernels.piece import Piece
 from megatron.core.optimizer.rules import Lion
@@ -339,7 +338,7 @@ def test_slots_grow_with_buckets_that_are_added_later():
 
 def _all_back_to_the_host() -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(PassTimes, "balanced", lambda _: 0.0)
+        patch.setattr(update_split, "_fastest", lambda *_: 0.0)
         trained = Trained(None)
         slots = weakref.ref(trained.optimizer._sides.host_side._streamed._slots[0])
         for number in range(9):
