@@ -95,25 +95,27 @@ class _Layer(nn.Module):
 
 
 def _patches(recorder: _Recorder) -> Iterator[Any]:
-    from megatron.core.lanes import ThreadLane
     from megatron.core.optimizer.cpu_offloading import streamed_pass
     from megatron.core.optimizer.cpu_offloading.bucket import FsdpBucket
+    from megatron.core.optimizer.kernels.piece import HostKernel
 
-    enqueue, copy = ThreadLane.enqueue, streamed_pass._copy
+    copy, of = streamed_pass._copy, HostKernel.of
 
-    def on_lane(lane: Any, work: Callable[[], object], after: Any = ()) -> Any:
-        def slow() -> object:
+    def slow_kernel(kernel: Any) -> Any:
+        submit = of(kernel).submit
+
+        def slow(*arguments: Any) -> Any:
             recorder.on_host("host", HOST)
-            return work()
+            return submit(*arguments)
 
-        return enqueue(lane, slow if lane._name.endswith("host start") else work, after)
+        return HostKernel(slow)
 
     def copy_states(source: Any, target: Any) -> None:
         way = "down" if source.weight.device.type == "sim" else "up"
         recorder.on_stream(f"states {way}", STATES)
         copy(source, target)
 
-    yield patch.object(ThreadLane, "enqueue", on_lane)
+    yield patch.object(HostKernel, "of", slow_kernel)
     yield patch.object(streamed_pass, "_copy", copy_states)
     for method, lane, units in (
         ("fetch_early", "gradients down", DOWN),
@@ -146,19 +148,19 @@ def _trained(share: float, early_bytes: int) -> list[Done]:
             mixed_precision_policy=MixedPrecisionPolicy(compute_dtype=torch.bfloat16),
             offload_policy=OffloadPolicy(main_weights_on_host=True, pin_memory=True),
         )
-    optimizer = HybridDeviceOptimizer(
-        model.parameters(),
-        offload_fraction=1.0,
-        fetch_during_backward=True,
-        overlap_step_with_forward=True,
-        update_on_device=share,
-        early_update_bytes=early_bytes,
-    )
     # Early updates need the options of a step before.
     first = 2 if early_bytes else 1
     with ExitStack() as stack:
         for one in _patches(recorder):
             stack.enter_context(one)
+        optimizer = HybridDeviceOptimizer(
+            model.parameters(),
+            offload_fraction=1.0,
+            fetch_during_backward=True,
+            overlap_step_with_forward=True,
+            update_on_device=share,
+            early_update_bytes=early_bytes,
+        )
         for _ in range(first + 2):
             x = torch.ones(4, 8, dtype=torch.bfloat16, device="sim")
             model(x).float().square().mean().backward()
