@@ -21,7 +21,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from itertools import zip_longest
 from typing import NamedTuple
 
@@ -53,7 +53,7 @@ class ReductionStep:
     received: Collection[int]  # parameters that have a gradient in `source`
     divisor: float
 
-    @property
+    @cached_property
     def axes(self) -> list[int]:
         """The mesh axes to reduce over, from the last one, where cut axes are, to the first."""
         pairs = list(zip(self.source.placements, self.target.placements, strict=True))
