@@ -10,10 +10,6 @@ those of its last iterations; the facts have all iterations, of which `--svg` dr
 from __future__ import annotations
 
 import argparse
-import itertools
-import json
-import os
-import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,9 +18,8 @@ from typing import Any
 from benchmarks.helpers import report
 from benchmarks.helpers.balance_plot import GOAL, draw
 from benchmarks.helpers.benchmark import Benchmark
-from benchmarks.helpers.processes import started
 from benchmarks.helpers.result import Ratio, Result, measured
-from benchmarks.runner.registry import ROOT
+from benchmarks.helpers.text_runs import NUM_RANKS, prepare_text, train_on_text
 
 BENCHMARK = Benchmark(
     name="expert_balance",
@@ -35,7 +30,6 @@ BENCHMARK = Benchmark(
     quick=("--iterations=6", "--documents=60"),
 )
 
-NUM_RANKS = 2
 NAMES = ("expert_load_cv", "expert_load_cv_max", "busiest_expert", "idle_experts", "loss")
 LAST = 25  # iterations, of which the figures are
 UNBALANCED, BY_LOSS, BY_BIAS = "no balancing", "balance loss", "expert bias"
@@ -50,67 +44,21 @@ SIDES = {
 }
 
 
-def run(folder: Path, *words: str) -> None:
-    """Runs Python in a folder. RuntimeError with what it printed last, if it fails."""
-    log = folder / "log.txt"
-    paths = (str(ROOT), os.environ.get("PYTHONPATH", ""))
-    environment = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join(filter(None, paths)),
-        "OMP_NUM_THREADS": "1",  # ranks that share cores slow each other down
-    }
-    with (
-        log.open("wb") as stream,
-        started((sys.executable, *words), folder, environment, stream) as process,
-    ):
-        returned = process.wait()
-    if returned:
-        last = "\n".join(log.read_text(errors="replace").splitlines()[-20:])
-        raise RuntimeError(f"Expected exit code 0 of {words[0]}, got {returned}:\n{last}")
-
-
-def prepare_text(folder: Path, num_documents: int | None) -> None:
-    """What the example reads, with a tokenizer trained on it: so many documents of the standard
-    library, or all.
-    """
-    data = folder / "data"
-    data.mkdir()
-    whole, text = data / "whole.jsonl", data / "stdlib.jsonl"
-    run(folder, str(ROOT / "tools" / "build_stdlib_corpus.py"), "--output", str(whole))
-    with whole.open() as documents, text.open("w") as chosen:
-        chosen.writelines(itertools.islice(documents, num_documents))
-    run(
-        folder,
-        "-m",
-        "megatron_hybrid",
-        "preprocess",
-        *("--input", str(text), "--json-keys", "text", "--output-prefix", "data/stdlib"),
-        *("--train-tokenizer", "--vocab-size", "4096", "--append-eod"),
-        *("--tokenizer-type", "HuggingFaceTokenizer"),
-        *("--tokenizer-model", "data/stdlib_tokenizer.json"),
-    )
-
-
 def train(folder: Path, num_iterations: int, options: Sequence[str]) -> dict[str, list[float]]:
-    """A training with these options, as `read_run` tells it."""
-    with tempfile.TemporaryDirectory(dir=folder) as own:
-        metrics = Path(own) / "metrics.jsonl"
-        run(
-            folder,
-            *("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={NUM_RANKS}"),
-            *(str(ROOT / "pretrain_gpt.py"), "--config", str(ROOT / "examples" / "moe_cpu.yaml")),
-            *(f"--train-iters={num_iterations}", f"--lr-warmup-iters={num_iterations // 10}"),
-            *("--eval-iters=0", "--save", f"{own}/run", "--metrics-jsonl", str(metrics)),
-            *options,
-        )
-        return read_run(metrics)
-
-
-def read_run(path: Path) -> dict[str, list[float]]:
-    """Of each iteration: the mean of the layers' coefficients of variation, the largest one, the
-    largest load in units of its layer's mean, the experts without tokens, and the loss.
+    """Returns, of each iteration of a training with these options: the mean of the layers'
+    coefficients of variation, the largest one, the largest load in units of its layer's mean, the
+    experts without tokens, and the loss.
     """
-    records = [json.loads(line) for line in path.read_text().splitlines()]
+    records = train_on_text(
+        folder,
+        "moe_cpu.yaml",
+        (
+            f"--train-iters={num_iterations}",
+            f"--lr-warmup-iters={num_iterations // 10}",
+            "--eval-iters=0",
+            *options,
+        ),
+    )
     steps = {r["iteration"]: r for r in records if r["kind"] == "train"}
     return {name: [round(steps[n][name], 4) for n in sorted(steps)] for name in NAMES}
 

@@ -10,6 +10,7 @@ the whole machine. A step includes the work that the previous step has left to i
 
     device                  everything on the device
     offloaded 0.8, 1        that share of the optimizer in host memory, with every overlap
+    0.4 streamed            that share of it is updated on the device
     FSDP2 offloaded         PyTorch's FSDP2 with CPUOffloadPolicy and its fused AdamW
 
 For all sides but FSDP2, the result also has the step and the peak memory that the planner predicts.
@@ -68,9 +69,10 @@ BENCHMARK = Benchmark(
 )
 
 DEVICE, FSDP2 = "device", "FSDP2 offloaded"
-OURS = {DEVICE: 0.0, "offloaded 0.8": 0.8, "offloaded 1": 1.0}  # the share in host memory
-JUDGED = "offloaded 0.8"  # the side with bars
-SIDES = (DEVICE, JUDGED, FSDP2, "offloaded 1")  # in the order of measurement
+JUDGED, STREAMED = "offloaded 0.8", "offloaded 0.8, 0.4 streamed"  # the first has bars
+# The share in host memory, and the share of it that the device updates.
+OURS = {DEVICE: (0.0, 0.0), JUDGED: (0.8, 0.0), STREAMED: (0.8, 0.4), "offloaded 1": (1.0, 0.0)}
+SIDES = (DEVICE, JUDGED, STREAMED, FSDP2, "offloaded 1")  # in the order of measurement
 _HEAD_DIM = 128
 # Bytes an element: FSDP2 needs the most, weights, gradients and moments in fp32, and pinned copies.
 _HOST_BYTES, _HOST_SHARE = 18, 0.85
@@ -107,7 +109,7 @@ def measure(device: Device, arguments: argparse.Namespace) -> Result:
     """Measures every side, in a process group of one rank."""
     deadline = time.monotonic() + arguments.seconds
     arguments.layers = fitting_layers(arguments)
-    plan = planned_run(arguments, 0.0, device.kind)
+    plan = planned_run(arguments, DEVICE, device.kind)
     machine = machine_of([rates_of_rank(job_of(plan), device)], device.kind)
     trained, not_run = train_all(device, arguments, machine, deadline)
     medians = report.medians({side: own.seconds for side, own in trained.items()})
@@ -150,7 +152,7 @@ def train_all(
             if side == FSDP2:
                 trained[side] = train_fsdp2(device, arguments)
             else:
-                trained[side] = train_ours(OURS[side], device, arguments, machine)
+                trained[side] = train_ours(side, device, arguments, machine)
         except (torch.OutOfMemoryError, HostMemoryError) as error:
             not_run.append(NotRun(side, " ".join(str(error).split())[:200]))
     return trained, not_run
@@ -191,7 +193,7 @@ def ratios_of(trained: dict[str, Trained], medians: dict[str, float]) -> Iterato
         yield Ratio(f"step, {FSDP2} / {JUDGED}", medians[FSDP2] / medians[JUDGED], at_least=1.2)
 
 
-def planned_run(arguments: argparse.Namespace, fraction: float, kind: str) -> PlannedRun:
+def planned_run(arguments: argparse.Namespace, side: str, kind: str) -> PlannedRun:
     """The run of a side of this project, from its flags."""
     flags = f"""--num-layers {arguments.layers} --hidden-size {arguments.hidden}
         --ffn-hidden-size {arguments.ffn}
@@ -203,16 +205,18 @@ def planned_run(arguments: argparse.Namespace, fraction: float, kind: str) -> Pl
         --micro-batch-size 1 --global-batch-size {arguments.microbatches}
         --bf16 --main-grads-dtype bf16 --train-iters 1000000 --lr 3e-4 --lr-decay-style constant
         --timing-log-level 1""".split()
+    fraction, streamed = OURS[side]
     if fraction:
         flags += [*OFFLOADING, "--optimizer-offload-fraction", str(fraction)]
+        flags += ["--optimizer-update-on-device", str(streamed)]
     return PlannedRun(flags, 1, kind)
 
 
 def train_ours(
-    fraction: float, device: Device, arguments: argparse.Namespace, machine: Machine
+    side: str, device: Device, arguments: argparse.Namespace, machine: Machine
 ) -> Trained:
-    """Trains with this share of the optimizer in host memory."""
-    plan = planned_run(arguments, fraction, device.kind)
+    """Trains a side of this project."""
+    plan = planned_run(arguments, side, device.kind)
     engine = build_engine(plan.config.engine(), device, build_mesh(device.kind, 1))
     engine.initialize(lambda: GPTModel(plan.config.model, plan.model.vocab_size))
     optimizer = engine.state.optimizer
@@ -260,7 +264,7 @@ def train_fsdp2(device: Device, arguments: argparse.Namespace) -> Trained:
 
 def fsdp2_model(device: Device, arguments: argparse.Namespace) -> nn.Module:
     """The same model, sharded by PyTorch."""
-    plan = planned_run(arguments, 0.0, device.kind)
+    plan = planned_run(arguments, DEVICE, device.kind)
     with torch.device("meta"):
         model = GPTModel(plan.config.model, plan.model.vocab_size)
     shard_by_fsdp2_offloaded(model, build_mesh(device.kind, 1), device)

@@ -74,7 +74,12 @@ _PLAN_FLAGS = {
     "--host-bandwidth": (
         quantities.rate,
         "RATE",
-        "bandwidth of the host memory for all ranks, e.g. 300GB/s (default: no step time)",
+        "bandwidth at which all ranks' CPU threads update, e.g. 300GB/s (default: no step time)",
+    ),
+    "--dram-bandwidth": (
+        quantities.rate,
+        "RATE",
+        "bandwidth of the host memory for threads and copies of all ranks (default: not a limit)",
     ),
     "--gpu-bandwidth": (
         quantities.rate,

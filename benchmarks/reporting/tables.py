@@ -11,6 +11,7 @@ from benchmarks.reporting.rounding import bar, figure, ratio, spread
 from benchmarks.reporting.stored import StoredResult, provenance
 
 NOT_MEASURED = "not measured"
+COMPUTED = "computed_table"  # the fact that a benchmark without measurements shows instead
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
@@ -46,14 +47,18 @@ def results_block(
 
 def benchmark_block(result: StoredResult | None, root: str) -> str:
     """One benchmark's sides with median and spread, its ratios that have a bar, and the sides that
-    did not run. Ratios without a bar follow from the medians; they are shown if there are none.
+    did not run. Ratios without a bar follow from the medians; they are shown if there are none. One
+    that only computes has a table instead.
     """
     if result is None:
         return f"{NOT_MEASURED.capitalize()}: no full run's result has been stored yet."
 
     found = result.result
     has_groups = any(one.group for one in found.measurements)
+    computed = found.facts.get(COMPUTED)
     lines: list[str] = []
+    if computed is not None:
+        lines += table(computed["header"], computed["rows"])
     if found.measurements or found.not_run:
         rows = [*_measurement_rows(found.measurements), *map(_not_run_row, found.not_run)]
         header = ["", "side", "median", "middle half of the rounds", "rounds"]
@@ -62,10 +67,13 @@ def benchmark_block(result: StoredResult | None, root: str) -> str:
 
     with_bars = [one for one in found.ratios if one.is_met is not None]
     if with_bars:
-        lines += ["", *table(["ratio", "measured", "bar", ""], [_ratio(one) for one in with_bars])]
+        value = "measured" if computed is None else "computed"
+        lines += ["", *table(["ratio", value, "bar", ""], [_ratio(one) for one in with_bars])]
     elif not found.measurements and found.ratios:
         lines += ["", *table(["ratio", "measured"], [_ratio(one)[:2] for one in found.ratios])]
     link = f"([result]({root}benchmarks/results/{result.file}))"
+    if computed is not None:
+        return "\n".join([*lines, "", f"Computed, not measured {link}."])
     *above, last = measured_on([result])
     return "\n".join([*lines, "", *above, f"{last.rstrip('.')} {link}."]).strip("\n")
 

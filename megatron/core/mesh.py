@@ -7,6 +7,7 @@ from __future__ import annotations
 import os
 import weakref
 import zlib
+from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
@@ -25,6 +26,8 @@ DATA_PARALLEL_AXIS = "dp"
 OUTER_AXIS, INNER_AXIS = "dp_outer", "dp_inner"
 # Of experts: ranks of one place in different groups of ranks, and the groups that have all experts.
 EXPERT_DATA_AXIS, EXPERT_AXIS = "edp", "ep"
+# Of context parallelism: ranks that read different samples, and ranks that divide a sequence.
+SAMPLES_AXIS, CONTEXT_AXIS = "samples", "cp"
 
 # By the names of `ErrorType`, which only builds with NCCL have.
 _FAILURES = {
@@ -37,54 +40,56 @@ _FAILURES = {
 _NUM_RANKS = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
 
 
-def build_mesh(device_kind: str, data_parallel_size: int | None = None) -> DeviceMesh:
-    """A one-axis mesh over all ranks, for data parallelism. As PyTorch's `fully_shard`, it makes a
-    missing default process group.
+def build_mesh(device_kind: str, num_ranks: int | None = None) -> DeviceMesh:
+    """A one-axis mesh over all ranks, over which parameters are sharded. As PyTorch's
+    `fully_shard`, it makes a missing default process group.
 
     Args:
         device_kind: `Device.kind` of the ranks.
-        data_parallel_size: the number of ranks; the default process group must have as many.
+        num_ranks: the default process group must have as many.
     """
     ensure_default_group(Device(device_kind, 0).collective_backend)
-    size = dist.get_world_size() if data_parallel_size is None else data_parallel_size
+    size = dist.get_world_size() if num_ranks is None else num_ranks
     return init_device_mesh(device_kind, (size,), mesh_dim_names=(DATA_PARALLEL_AXIS,))
 
 
-def data_parallel_size(mesh: DeviceMesh) -> int:
-    """The number of ranks that read different samples. An axis whose ranks share their samples, as
-    those of tensor parallelism, is to be left out here, and in `DataParallelConfig`.
+def build_context_mesh(device_kind: str, num_ranks: int, context_size: int) -> DeviceMesh:
+    """A mesh of two axes over the ranks of `build_mesh`; the inner one has `context_size`
+    consecutive ranks, which divide each sequence among them. Parameters are not sharded over it.
+
+    Raises:
+        ValueError: if the ranks cannot be divided into groups of `context_size`.
     """
-    return mesh.size()
+    if num_ranks % context_size:
+        raise ValueError(
+            f"Expected a context-parallel size that divides {num_ranks} ranks, got {context_size}."
+        )
+    shape = (num_ranks // context_size, context_size)
+    return _build(device_kind, shape, (SAMPLES_AXIS, CONTEXT_AXIS))
 
 
-def data_parallel_rank(mesh: DeviceMesh) -> int:
-    """The number of this rank among those that read different samples."""
-    return mesh.get_local_rank()
-
-
-def build_hybrid_mesh(device_kind: str, data_parallel_size: int, num_instances: int) -> DeviceMesh:
+def build_hybrid_mesh(device_kind: str, num_ranks: int, num_instances: int) -> DeviceMesh:
     """A mesh of two axes for hybrid sharding; the outer has `num_instances` groups of consecutive
     ranks.
 
     Raises:
         ValueError: if the ranks cannot be divided into as many equal groups.
     """
-    shape = hybrid_shape(data_parallel_size, num_instances)
+    shape = hybrid_shape(num_ranks, num_instances)
     return _build(device_kind, shape, (OUTER_AXIS, INNER_AXIS))
 
 
-def hybrid_shape(data_parallel_size: int, num_instances: int) -> tuple[int, int]:
+def hybrid_shape(num_ranks: int, num_instances: int) -> tuple[int, int]:
     """Ranks along the axes of `build_hybrid_mesh`, which documents the error."""
-    if data_parallel_size % num_instances:
+    if num_ranks % num_instances:
         raise ValueError(
-            f"Expected a number of instances that divides {data_parallel_size} ranks, got "
-            f"{num_instances}."
+            f"Expected a number of instances that divides {num_ranks} ranks, got {num_instances}."
         )
-    return (num_instances, data_parallel_size // num_instances)
+    return (num_instances, num_ranks // num_instances)
 
 
 def build_expert_mesh(
-    device_kind: str, data_parallel_size: int, expert_size: int, num_instances: int = 1
+    device_kind: str, num_ranks: int, expert_size: int, num_instances: int = 1
 ) -> DeviceMesh:
     """A mesh for the experts of a mixture, over the ranks of `build_mesh` or `build_hybrid_mesh`.
 
@@ -99,23 +104,21 @@ def build_expert_mesh(
     Raises:
         ValueError: if the ranks of an instance cannot be divided into groups of `expert_size`.
     """
-    axes = expert_axes(data_parallel_size, expert_size, num_instances)
+    axes = expert_axes(num_ranks, expert_size, num_instances)
     return _build(device_kind, tuple(axes.values()), tuple(axes))
 
 
-def expert_axes(
-    data_parallel_size: int, expert_size: int, num_instances: int = 1
-) -> dict[str, int]:
+def expert_axes(num_ranks: int, expert_size: int, num_instances: int = 1) -> dict[str, int]:
     """Ranks along each axis of `build_expert_mesh`, which documents the error, by its name."""
     unit = expert_size * num_instances
-    if data_parallel_size % unit:
+    if num_ranks % unit:
         raise ValueError(
-            f"Expected an expert-parallel size that divides {data_parallel_size} ranks, got "
+            f"Expected an expert-parallel size that divides {num_ranks} ranks, got "
             f"{expert_size} in {counted(num_instances, 'instance')}."
         )
 
     outer = {OUTER_AXIS: num_instances} if num_instances > 1 else {}
-    return {**outer, EXPERT_DATA_AXIS: data_parallel_size // unit, EXPERT_AXIS: expert_size}
+    return {**outer, EXPERT_DATA_AXIS: num_ranks // unit, EXPERT_AXIS: expert_size}
 
 
 def _build(device_kind: str, shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
@@ -216,6 +219,43 @@ def _make_second_group(group: dist.ProcessGroup, device: torch.device) -> dist.P
     )
     inherit_timeouts(made)
     return made
+
+
+# By mesh and axes.
+_groups_over = weakref.WeakKeyDictionary[DeviceMesh, dict[tuple[int, ...], dist.ProcessGroup]]()
+
+
+def ranks_over(mesh: DeviceMesh, axes: Sequence[int]) -> list[int]:
+    """The ranks that have this rank's place on all other axes, the last of `axes` running fastest.
+
+    Args:
+        axes: ascending.
+    """
+    own = mesh.get_coordinate()
+    assert own is not None, "asked by a rank of the mesh"
+    index = tuple(slice(None) if axis in axes else place for axis, place in enumerate(own))
+    ranks: list[int] = mesh.mesh[index].flatten().tolist()
+    return ranks
+
+
+def group_over(mesh: DeviceMesh, axes: Sequence[int]) -> dist.ProcessGroup:
+    """The process group of `ranks_over`, the same one in every call. All of them must call it
+    together.
+    """
+    if len(axes) == 1:
+        return mesh.get_group(axes[0])
+    ranks = sorted(ranks_over(mesh, axes))
+    if len(ranks) == dist.get_world_size():
+        return _get_default_group()
+
+    own = _groups_over.setdefault(mesh, {})
+    if tuple(axes) not in own:
+        made: dist.ProcessGroup = dist.new_group(
+            ranks, use_local_synchronization=True, group_desc="matrices"
+        )
+        inherit_timeouts(made)
+        own[tuple(axes)] = made
+    return own[tuple(axes)]
 
 
 def set_timeout(device: torch.device, timeout: timedelta) -> None:

@@ -45,6 +45,7 @@ from megatron.core.optimizer.distrib_optimizer import (
 from megatron.core.optimizer.lr_schedule import LRSchedule
 from megatron.core.optimizer.planned_memory import plan_memory
 from megatron.core.optimizer.state_memory import format_state_memory
+from megatron.core.optimizer.torch_optimizer import format_muon_groups
 from megatron.core.timeline import AnyTimeline
 from megatron.training.checkpoint.hf_weights import load_hf, save_hf
 from megatron.training.checkpoint.loading import load_checkpoint
@@ -184,6 +185,10 @@ class ModuleEngine:
             self.device.description,
         )
 
+        if config.optimizer.optimizer == "muon":
+            table = format_muon_groups(self.model, optimizer.param_groups)
+            logger.info("matrices of muon, by their rows, and weights of adam:\n%s", table)
+
         if optimizer.plan is not None:
             percent = 100 * optimizer.plan.host_fraction
             logger.info("optimizer states of %.0f%% in host memory:\n%s", percent, optimizer.plan)
@@ -251,6 +256,7 @@ class ModuleEngine:
             num_microbatches=count,
             device=self.device.torch_device,
             mesh=self.mesh,
+            context_size=self.config.parallel.context_parallel_size,
             votes=votes,
             mark=mark,
         )

@@ -17,7 +17,12 @@ from megatron.training.step_memory import NEEDING_LESS, RunMemory, first_fitting
 from megatron_hybrid.plan.planned_run import PlannedRun
 from megatron_hybrid.plan.quantities import shown_size
 from megatron_hybrid.plan.step_time import Machine, StepTime, step_time
-from megatron_hybrid.plan.workload import checkpoint_nbytes, flops_of_microbatch, work_of
+from megatron_hybrid.plan.workload import (
+    checkpoint_nbytes,
+    flops_of_microbatch,
+    newton_schulz_flops,
+    work_of,
+)
 
 
 @dataclass(frozen=True)
@@ -83,6 +88,14 @@ class Answer:
         return flops_of_microbatch(self.run) * self.run.num_microbatches / self.time.seconds
 
     @property
+    def muon_share(self) -> float:
+        """The FLOP of Muon's iterations as a fraction of those of forward and backward."""
+        run = self.run
+        size = run.config.parallel.data_parallel_size(run.world_size)
+        flops = flops_of_microbatch(run) * run.num_microbatches * size
+        return newton_schulz_flops(run) / flops
+
+    @property
     def activation_fraction(self) -> float | None:
         """The largest activation offload fraction that is hidden; None: no activations move, or
         the machine's rates are unknown.
@@ -131,9 +144,11 @@ class Answer:
                 "seconds": time.seconds,
                 "parts": time.parts,
                 "bound": time.bound,
+                "update_on_device": time.update_on_device,
                 "activation_copies": time.activations,
                 "tokens_per_second": self.tokens_per_second,
                 "flops_per_second": self.flops_per_second,
+                "muon_share": self.muon_share,
             },
             "checkpoint": {"bytes": self.checkpoint_nbytes, "seconds": self.checkpoint_seconds},
             "main_grads_dtype": run.config.parallel.main_grads_dtype,

@@ -150,7 +150,7 @@ def _machine(arguments: argparse.Namespace, measured: Measured | None) -> Machin
 
     # Without a measurement, only the given rates are counted.
     default = Machine(0.0, math.inf, 0.0, 0.0) if measured is None else measured.machine
-    host = arguments.host_bandwidth
+    host, dram = arguments.host_bandwidth, arguments.dram_bandwidth
     return Machine(
         flops=arguments.flops or default.flops,
         device_bytes=arguments.gpu_bandwidth or default.device_bytes,
@@ -160,4 +160,5 @@ def _machine(arguments: argparse.Namespace, measured: Measured | None) -> Machin
         interconnect_bytes=arguments.interconnect or default.interconnect_bytes,
         collective_seconds=default.collective_seconds,
         device_is_host=default.device_is_host,
+        memory_bytes=None if dram is None else dram / arguments.gpus,
     )

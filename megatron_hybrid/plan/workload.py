@@ -2,119 +2,220 @@
 
 from __future__ import annotations
 
+import math
+import re
 from collections import Counter
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 
 from megatron.core.distributed.fsdp.group_plan import THE_MODEL
 from megatron.core.dtypes import DTYPES
+from megatron.core.models.gpt.activations import Microbatch
 from megatron.core.models.gpt.flops import num_floating_point_operations
-from megatron.core.optimizer.config import OptimizerConfig
-from megatron.core.optimizer.rules import rule_of
+from megatron.core.optimizer.cpu_offloading.plan import PlannedGroup
+from megatron.core.optimizer.cpu_offloading.streamed_pass import SLOT_NUMEL
+from megatron.core.transformer.fused_weight import matrices_of
+from megatron.core.transformer.spec import (
+    GatedDeltaNetSpec,
+    LatentAttentionSpec,
+    Mixer,
+    ModelSpec,
+)
+from megatron.training.config import RunConfig
 from megatron_hybrid.plan.planned_run import PlannedRun
-from megatron_hybrid.plan.step_time import Work
+from megatron_hybrid.plan.step_time import GroupWork, Work
 
 
 class _Part(NamedTuple):
-    """Elements of one optimizer pass on this rank, and their dtypes."""
+    """A group of parameters on this rank: elements of one optimizer pass, and their dtypes.
 
+    Attributes:
+        collectives: its gathers and reductions, without other work.
+    """
+
+    name: str
     numel: int
     is_on_host: bool
     main: torch.dtype
     grad: torch.dtype
     weight: torch.dtype
+    collectives: GroupWork
 
 
 def work_of(run: PlannedRun, fraction: float | None) -> Work:
     """Returns one step of a rank at an offload fraction."""
     config = run.at(fraction)
     parts = _parts(run, fraction)
-    host = [part for part in parts if part.is_on_host]
-    moved = _traffic(run, fraction)
-    forward = flops_of_microbatch(run) / 3
-    repeats = forward if config.model.recompute_granularity == "full" else 0.0
+    exchanged, num_exchanges = _exchanges(run)
     return Work(
-        forward_flops=forward,
-        backward_flops=2 * forward + repeats,
+        groups=_groups(run, parts, config),
         num_microbatches=run.num_microbatches,
-        host_pass=sum(_pass_bytes(part, config.optimizer) for part in host),
+        norm=sum(part.numel * part.grad.itemsize for part in parts),
         device_pass=sum(
-            # The norm reads all gradients once more, including the host's.
-            part.numel * part.grad.itemsize
-            + (0 if part.is_on_host else _pass_bytes(part, config.optimizer) + _cast_bytes(part))
+            _pass_bytes(part, run.state_bytes) + _cast_bytes(part)
             for part in parts
-        ),
-        down=sum(part.numel * part.grad.itemsize for part in host),
-        up=sum(part.numel * part.weight.itemsize for part in host),
-        states=sum(
-            part.numel * (part.main.itemsize + _state_bytes(config.optimizer)) for part in host
+            if not part.is_on_host
         ),
         update_on_device=config.optimizer.update_on_device,
         activations=run.memory(fraction).activations_on_host,
         hides_activations=config.execution.activation_offload_fraction == "auto",
+        exchanged=exchanged,
+        exchanges=num_exchanges,
         overlap=config.optimizer.overlap,
-        **moved,
     )
 
 
+def _groups(run: PlannedRun, parts: Sequence[_Part], config: RunConfig) -> tuple[GroupWork, ...]:
+    """Returns the groups in the order of forward, and one for what has no layer: the loss."""
+    of_layers = _layer_flops(run)
+    counts = Counter(_layer_of(part.name) for part in parts)
+    rest = flops_of_microbatch(run) / 3
+    backward = 3 if config.model.recompute_granularity == "full" else 2
+    groups = list[GroupWork]()
+    for part in parts:
+        layer = _layer_of(part.name)
+        forward = of_layers.get(layer, 0.0) / counts[layer]
+        rest -= forward
+        made = replace(part.collectives, forward=forward, backward=backward * forward)
+        if part.is_on_host:
+            states = part.numel * (part.main.itemsize + run.state_bytes)
+            made = replace(
+                made,
+                host_pass=_pass_bytes(part, run.state_bytes),
+                down=part.numel * part.grad.itemsize,
+                up=part.numel * part.weight.itemsize,
+                states=states,
+                chunks=max(1, math.ceil(part.numel / SLOT_NUMEL)),
+            )
+        groups.append(made)
+    left: float = config.optimizer.early_update_bytes
+    for index in reversed(range(len(groups))):
+        group = groups[index]
+        # Of the undo log, and of weights that otherwise take the place of their gradients.
+        cost = group.states + (group.up if group.up == group.down else 0)
+        if 0 < cost <= left:
+            left -= cost
+            groups[index] = replace(group, early_pass=group.host_pass + group.states)
+    # Once a step; a rank's part is as large as its part of the elements.
+    muon = newton_schulz_flops(run) * sum(part.numel for part in parts) / run.trained_numel
+    return (*groups, GroupWork(rest, backward * rest + muon / run.num_microbatches))
+
+
+def _layer_flops(run: PlannedRun) -> dict[int, float]:
+    """Returns the FLOP of a microbatch's forward by layer."""
+    spec = run.spec
+    others = {name: getattr(spec, name) for name in vars(spec) if name != "layers"}
+    kinds = {
+        layer: num_floating_point_operations(
+            ModelSpec(**others, layers=(layer,)),
+            0,
+            run.config.data.seq_length,
+            run.config.training.micro_batch_size,
+        )
+        for layer in set(spec.layers)
+    }
+    num_parts = 3 * run.config.parallel.context_parallel_size
+    return {number: kinds[layer] / num_parts for number, layer in enumerate(spec.layers)}
+
+
+def _layer_of(name: str) -> int:
+    """Returns the number of a group's layer; -1: it is in none."""
+    found = re.search(r"\blayers\.(\d+)", name)
+    return int(found[1]) if found else -1
+
+
 def flops_of_microbatch(run: PlannedRun) -> int:
-    """Returns the FLOP of forward and backward, as Megatron counts them."""
-    return num_floating_point_operations(
+    """Returns the FLOP of forward and backward of one rank, as Megatron counts them."""
+    of_sequences = num_floating_point_operations(
         run.spec,
         run.model.vocab_size,
         run.config.data.seq_length,
         run.config.training.micro_batch_size,
     )
+    return of_sequences // run.config.parallel.context_parallel_size
+
+
+def newton_schulz_flops(run: PlannedRun) -> int:
+    """Returns the FLOP of Muon's iterations over all matrices; 0 for other optimizers."""
+    optimizer = run.config.optimizer
+    if optimizer.optimizer != "muon":
+        return 0
+    matrices = matrices_of(run.model, by_head=optimizer.muon_split_heads)
+    shapes = [
+        sorted((num_rows, parameter.shape[1]))
+        for parameter, rows in matrices.items()
+        if parameter.requires_grad
+        for num_rows in rows
+    ]
+    # x x^T, its square, and the product with x, of x [less, more].
+    of_one_step = sum(4 * less**2 * more + 2 * less**3 for less, more in shapes)
+    return of_one_step * optimizer.muon_num_ns_steps
 
 
 def checkpoint_nbytes(run: PlannedRun) -> int:
     """Returns a checkpoint's size over all ranks: main weights, and states of trained ones."""
-    optimizer, total = run.config.optimizer, 0
-    main = DTYPES[optimizer.main_params_dtype].itemsize
+    total = run.trained_numel * run.state_bytes
+    main = DTYPES[run.config.optimizer.main_params_dtype].itemsize
     for parameter in run.model.parameters():
         itemsize = main
         if not parameter.requires_grad and run.config.parallel.use_megatron_fsdp:
             itemsize = run.microbatch.itemsize
         total += parameter.numel() * itemsize
-        if parameter.requires_grad:
-            total += parameter.numel() * _state_bytes(optimizer)
-    return total
+    return round(total)
 
 
 def _parts(run: PlannedRun, fraction: float | None) -> list[_Part]:
-    shards = run.memory(fraction).states.shards
-    if shards.units:
-        return [
-            _Part(
-                group.optimizer_numel,
-                group.is_on_host,
-                group.main_dtype,
-                group.grad_dtype,
-                group.dtype,
+    """Returns the groups in the order of forward."""
+    shards, config = run.memory(fraction).states.shards, run.at(fraction)
+    if not shards.units:
+        return _parts_of_tensors(run, fraction)
+    parts = []
+    # The root module has the embedding, and a layer without its experts precedes them.
+    for unit in sorted(shards.units, key=lambda unit: (_layer_of(unit.name), unit.name)):
+        # It keeps its weights between forward and backward.
+        reshards = config.parallel.megatron_fsdp_reshard_after_forward and unit.name != THE_MODEL
+        for group in unit.groups:
+            gathered, is_gathered = group.gathered_nbytes, group.is_gathered
+            moved = GroupWork(
+                gathered_forward=gathered if is_gathered else 0,
+                gathered_backward=gathered if is_gathered and reshards else 0,
+                reduced=group.reduced_nbytes,
+                gathered_once=0 if is_gathered else gathered,
+                reduced_once=group.reduced_last_nbytes,
             )
-            for group in shards.groups
-            if group.requires_grad
-        ]
+            numel = group.optimizer_numel if group.requires_grad else 0
+            dtypes = group.main_dtype, group.grad_dtype, group.dtype
+            parts.append(_Part(unit.name, numel, group.is_on_host, *dtypes, moved))
+    return parts
 
+
+def _parts_of_tensors(run: PlannedRun, fraction: float | None) -> list[_Part]:
+    """Returns the groups of other engines than Megatron-FSDP."""
     plan, fp32 = run.plan(fraction), torch.float32
-    trained = sum(p.numel() for p in run.model.parameters() if p.requires_grad)
-    on_host = 0 if plan is None else plan.host_numel
-    return [
-        _Part(numel // run.world_size, is_on_host, fp32, fp32, fp32)
-        for numel, is_on_host in ((trained - on_host, False), (on_host, True))
-        if numel
-    ]
+    trained = run.trained_numel
+    groups = [PlannedGroup("", trained, False)] if plan is None else plan.groups
+    parts = []
+    for group in groups:
+        moved = GroupWork()
+        if run.config.parallel.use_torch_fsdp2:
+            # PyTorch FSDP2 gathers in the compute dtype and reduces in fp32.
+            others = run.numel * (run.world_size - 1) / run.world_size * group.numel / trained
+            gathered = others * run.microbatch.itemsize
+            reduced = others * torch.float32.itemsize
+            moved = GroupWork(
+                gathered_forward=gathered, gathered_backward=gathered, reduced=reduced
+            )
+        numel = group.numel // run.world_size
+        parts.append(_Part(group.name, numel, group.is_on_host, fp32, fp32, fp32, moved))
+    return parts
 
 
-def _state_bytes(optimizer: OptimizerConfig) -> int:
-    """Returns the bytes of an element's optimizer states."""
-    return sum(dtype.itemsize for dtype in rule_of(optimizer).state_dtypes.values())
-
-
-def _pass_bytes(part: _Part, optimizer: OptimizerConfig) -> int:
+def _pass_bytes(part: _Part, state_bytes: float) -> float:
     """Returns the bytes that one pass reads and writes."""
-    read_and_written = 2 * (part.main.itemsize + _state_bytes(optimizer))
+    read_and_written = 2 * (part.main.itemsize + state_bytes)
     # On the host the pass also writes the new compute weight.
     written = part.weight.itemsize if part.is_on_host else 0
     return part.numel * (part.grad.itemsize + read_and_written + written)
@@ -126,46 +227,50 @@ def _cast_bytes(part: _Part) -> int:
     return part.numel * (part.main.itemsize + part.weight.itemsize) if is_apart else 0
 
 
-def _traffic(run: PlannedRun, fraction: float | None) -> dict[str, Any]:
-    """Returns the bytes and the numbers of this rank's collectives."""
-    shards, config = run.memory(fraction).states.shards, run.at(fraction)
-    moved: dict[str, Any] = Counter()
-    for unit in shards.units:
-        # The root module keeps its weights between forward and backward.
-        reshards = config.parallel.megatron_fsdp_reshard_after_forward and unit.name != THE_MODEL
-        for group in unit.groups:
-            if not group.is_gathered:
-                moved["gathered_once"] += group.gathered_nbytes
-            else:
-                moved["gathered_forward"] += group.gathered_nbytes
-                moved["collectives_forward"] += 1
-                if reshards:
-                    moved["gathered_backward"] += group.gathered_nbytes
-                    moved["collectives_backward"] += 1
-            if group.reduced_nbytes:
-                moved["reduced"] += group.reduced_nbytes
-                moved["collectives_backward"] += 1
-            moved["reduced_once"] += group.reduced_last_nbytes
-    if config.parallel.expert_model_parallel_size > 1:
-        moved["exchanged"] = _exchanged(run)
-        moved["exchanges"] = 4 * len(run.spec.mixtures)
-    if shards.units or not config.parallel.use_torch_fsdp2:
-        return {**moved}
-
-    # PyTorch FSDP2 gathers in the compute dtype and reduces in fp32.
-    others = run.numel * (run.world_size - 1) / run.world_size
-    gathered = others * run.microbatch.itemsize
-    return {
-        "gathered_forward": gathered,
-        "gathered_backward": gathered,
-        "reduced": others * torch.float32.itemsize,
-    }
-
-
-def _exchanged(run: PlannedRun) -> float:
-    """Returns the bytes of tokens exchanged with experts on other ranks, and of gradients."""
+def _exchanges(run: PlannedRun) -> tuple[float, int]:
+    """Returns the bytes that ranks of expert and context parallelism exchange in a microbatch, and
+    the number of exchanges.
+    """
+    nbytes, number, batch = 0.0, 0, run.microbatch
     size = run.config.parallel.expert_model_parallel_size
-    choices = sum(mixture.router.top_k for mixture in run.spec.mixtures)
-    batch = run.microbatch
-    of_token = run.spec.hidden_size * batch.itemsize
-    return 4.0 * batch.num_tokens * choices * of_token * (size - 1) / size
+    if size > 1:
+        choices = sum(mixture.router.top_k for mixture in run.spec.mixtures)
+        of_token = run.spec.hidden_size * batch.itemsize
+        nbytes += 4.0 * batch.num_tokens * choices * of_token * (size - 1) / size
+        number += 4 * len(run.spec.mixtures)
+    if batch.context_size > 1:
+        mixers = [layer.mixer for layer in run.spec.layers]
+        nbytes += sum(exchanged_by(mixer, batch) for mixer in mixers)
+        number += sum(_num_exchanges(mixer, batch) for mixer in mixers)
+    return nbytes, number
+
+
+def exchanged_by(mixer: Mixer, batch: Microbatch) -> float:
+    """Returns the bytes that a rank of context parallelism sends in a layer's forward and backward.
+
+    docs/long_context.md has the formulas.
+    """
+    others = (batch.context_size - 1) / batch.context_size
+    return 2.0 * batch.num_tokens * _sent_of_token(mixer, batch) * others
+
+
+def _sent_of_token(mixer: Mixer, batch: Microbatch) -> int:
+    """Returns a token's bytes in the exchanges of a forward, the part that stays included."""
+    itemsize = batch.itemsize
+    if isinstance(mixer, GatedDeltaNetSpec):
+        keys = 2 * mixer.key_size * batch.num_head_copies(mixer.num_key_heads)
+        rates = 2 * mixer.num_value_heads * torch.float32.itemsize
+        return (keys + 2 * mixer.value_size) * itemsize + rates
+
+    if isinstance(mixer, LatentAttentionSpec):
+        keys, result = mixer.query_size + mixer.value_size, mixer.value_size
+        keys *= batch.num_key_copies(mixer.num_heads)
+    else:
+        keys, result = 2 * mixer.key_value_size, mixer.query_size
+        keys *= batch.num_key_copies(mixer.num_key_value_heads)
+    return itemsize * (keys if batch.gathers_keys else keys + mixer.query_size + result)
+
+
+def _num_exchanges(mixer: Mixer, batch: Microbatch) -> int:
+    is_gathered = batch.gathers_keys and not isinstance(mixer, GatedDeltaNetSpec)
+    return 2 if is_gathered else 4

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDeviceOptimizer
     from megatron.core.optimizer.fused_adam import FusedAdam
     from megatron.core.optimizer.rule_optimizer import RuleOptimizer
-    from megatron.core.optimizer.rules import SGD, Adam, Lion, UpdateRule
+    from megatron.core.optimizer.rules import SGD, Adam, Lion, Muon, UpdateRule
 
 __all__ = [
     "SGD",
@@ -23,6 +23,7 @@ __all__ = [
     "FusedAdam",
     "HybridDeviceOptimizer",
     "Lion",
+    "Muon",
     "OptimizerConfig",
     "RuleOptimizer",
     "UpdateRule",
@@ -33,7 +34,7 @@ _MODULES = {
     "FusedAdam": "megatron.core.optimizer.fused_adam",
     "HybridDeviceOptimizer": "megatron.core.optimizer.cpu_offloading.hybrid_optimizer",
     "RuleOptimizer": "megatron.core.optimizer.rule_optimizer",
-    **dict.fromkeys(("Adam", "Lion", "SGD", "UpdateRule"), _RULES),
+    **dict.fromkeys(("Adam", "Lion", "Muon", "SGD", "UpdateRule"), _RULES),
 }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -13,6 +14,7 @@ from megatron.core.parts import parse_factors
 # megatron-core's two: of --optimizer-offload-fraction, and of `HybridDeviceOptimizer`.
 DEFAULT_RUN_FRACTION, DEFAULT_OPTIMIZER_FRACTION = 1.0, 0.5
 AUTO: Literal["auto"] = "auto"  # a fraction that the engine chooses
+_MUON = {"optimizer": "muon"}
 _DTYPE_OPTIONS = ("main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
 
 
@@ -41,8 +43,9 @@ class OptimizerConfig:
 
     optimizer: str = option(
         "adam",
-        "adam: AdamW, with decoupled weight decay; sgd: SGD with momentum; lion: Lion",
-        choices=("adam", "sgd", "lion"),
+        "adam: AdamW, with decoupled weight decay; sgd: SGD with momentum; lion: Lion; muon: Muon "
+        "for the matrices of linear layers, and AdamW for all other weights",
+        choices=("adam", "sgd", "lion", "muon"),
     )
     weight_decay: float = option(
         0.01,
@@ -90,6 +93,57 @@ class OptimizerConfig:
         at_least=0,
         less_than=1,
         overridden_by="use_checkpoint_opt_param_scheduler",
+    )
+    muon_momentum: float = option(
+        0.95,
+        "decay rate of Muon's momentum",
+        at_least=0,
+        less_than=1,
+        no_effect_unless=_MUON,
+        overridden_by="use_checkpoint_opt_param_scheduler",
+    )
+    muon_nesterov: bool = option(
+        True,
+        "orthogonalize the gradient mixed with the momentum instead of the momentum",
+        no_effect_unless=_MUON,
+        overridden_by="use_checkpoint_opt_param_scheduler",
+    )
+    muon_num_ns_steps: int = option(
+        5,
+        "steps of the Newton-Schulz iteration that orthogonalizes an update",
+        at_least=1,
+        at_most=99,
+        no_effect_unless=_MUON,
+        overridden_by="use_checkpoint_opt_param_scheduler",
+    )
+    muon_coefficient_type: str = option(
+        "simple",
+        "coefficients of the Newton-Schulz iteration: simple, torch.optim.Muon's; quintic, "
+        "Megatron-LM's; polar_express, by Amsel et al.",
+        choices=("simple", "quintic", "polar_express"),
+        no_effect_unless=_MUON,
+        overridden_by="use_checkpoint_opt_param_scheduler",
+    )
+    muon_scale_mode: str = option(
+        "match_rms_adamw",
+        "factor of a matrix's orthogonalized update: match_rms_adamw, 0.2 sqrt(max(rows, "
+        "columns)), for AdamW's learning rate; original, sqrt(max(1, rows / columns)); spectral, "
+        "sqrt(max(rows, columns))",
+        choices=("match_rms_adamw", "original", "spectral"),
+        no_effect_unless=_MUON,
+        overridden_by="use_checkpoint_opt_param_scheduler",
+    )
+    muon_extra_scale_factor: float = option(
+        1.0,
+        "further factor of Muon's updates: the ratio of its learning rate to --lr, AdamW's",
+        more_than=0,
+        no_effect_unless=_MUON,
+        overridden_by="use_checkpoint_opt_param_scheduler",
+    )
+    muon_split_heads: bool = option(
+        False,
+        "orthogonalize each attention head's queries, keys and values as a separate matrix",
+        no_effect_unless=_MUON,
     )
     lr_multipliers: tuple[str, ...] | None = option(
         None,
@@ -146,7 +200,7 @@ class OptimizerConfig:
     )
     exp_avg_dtype: str = option(
         "fp32",
-        "dtype of Adam's first moment, and of the momentum of SGD and Lion",
+        "dtype of Adam's first moment, and of the momentum of SGD, Lion and Muon",
         choices=STATE_NAMES,
     )
     exp_avg_sq_dtype: str = option("fp32", "dtype of Adam's second moment", choices=STATE_NAMES)
@@ -187,6 +241,14 @@ class OptimizerConfig:
         at_most=1,
         no_effect_unless={"optimizer_cpu_offload": True, "overlap_cpu_optimizer_d2h_h2d": True},
     )
+    optimizer_early_update_gib: float = option(
+        0.0,
+        "additional host memory per rank with which the CPU updates weights during the backward, "
+        "as soon as their gradients have arrived; repeated where gradients are clipped; 0: none",
+        metavar="GIB",
+        at_least=0,
+        no_effect_unless={"optimizer_cpu_offload": True, "overlap_cpu_optimizer_d2h_h2d": True},
+    )
     pin_cpu_grads: bool = option(
         True,
         "copy gradients to page-locked host memory, which is faster than pageable memory",
@@ -217,6 +279,13 @@ class OptimizerConfig:
             self.gpu_optimizer,
         )
 
+        expect(
+            not (self.optimizer_cpu_offload and self.optimizer == "muon"),
+            "--optimizer",
+            "adam, sgd or lion with --optimizer-cpu-offload, which does not support Muon yet",
+            self.optimizer,
+        )
+
         # TransformerEngine's, Apex's and torch's have neither our threads nor our dtypes.
         expect(
             self.has_rule or self.host_threads is None,
@@ -228,6 +297,7 @@ class OptimizerConfig:
             "adam": ("auto", "native", "te", "apex", "torch"),
             "sgd": ("auto", "native", "torch"),
             "lion": ("auto", "native"),
+            "muon": ("auto", "native"),
         }[self.optimizer]
         expect(
             self.gpu_optimizer in implementations,
@@ -264,6 +334,11 @@ class OptimizerConfig:
         """`optimizer_update_on_device` as a number; None for `auto`."""
         given = self.optimizer_update_on_device
         return None if given == AUTO else given
+
+    @property
+    def early_update_bytes(self) -> int:
+        """`optimizer_early_update_gib` in bytes."""
+        return math.ceil(self.optimizer_early_update_gib * 2**30)
 
     @property
     def pins_states(self) -> bool:
@@ -309,11 +384,18 @@ class OptimizerConfig:
             )
 
         expect(
-            self.optimizer == "adam" or self.exp_avg_sq_dtype == "fp32",
+            self.optimizer in ("adam", "muon") or self.exp_avg_sq_dtype == "fp32",
             "--exp-avg-sq-dtype",
             f"fp32 for {self.optimizer}, which has no second moment",
             self.exp_avg_sq_dtype,
         )
+        if self.optimizer == "muon":
+            expect(
+                self.exp_avg_dtype in UNSCALED_STATE_NAMES,
+                "--exp-avg-dtype",
+                f"{' or '.join(UNSCALED_STATE_NAMES)} for muon",
+                self.exp_avg_dtype,
+            )
         if self.optimizer_cpu_offload:
             allowed = UNSCALED_STATE_NAMES
             is_one = self.optimizer != "adam" or self.exp_avg_dtype == self.exp_avg_sq_dtype

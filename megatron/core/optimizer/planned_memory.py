@@ -14,6 +14,7 @@ about buffers is asked where it is decided when they are made: which parameters 
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ from torch import nn
 
 from megatron.core.distributed.config import DataParallelConfig
 from megatron.core.distributed.fsdp.group_plan import GroupPlan
+from megatron.core.distributed.fsdp.placement import sharded_axes
 from megatron.core.distributed.shard_plan import ShardPlan, plan_shards
 from megatron.core.distributed.units import units_of
 from megatron.core.dtypes import DTYPES
@@ -45,6 +47,7 @@ from megatron.core.optimizer.state_memory import (
     StateBytes,
     in_order,
 )
+from megatron.core.optimizer.torch_optimizer import parameter_groups
 
 _T = TypeVar("_T")
 
@@ -102,7 +105,7 @@ def plan_memory(
         plan: what `plan_offload` has answered for this model.
         rank: ranks differ in the rows that uneven cuts leave them, which are few.
     """
-    planner = _Planner(settings)
+    planner = _Planner(model, settings)
     shards = ShardPlan(())
     if settings.parallel.use_megatron_fsdp:
         shards = plan_shards(
@@ -130,10 +133,17 @@ class _Share(NamedTuple):
 class _Planner:
     """Adds up memory by name and side; lives for one `plan_memory`."""
 
-    def __init__(self, settings: StateSettings) -> None:
+    def __init__(self, model: nn.Module, settings: StateSettings) -> None:
         self._settings = settings
         self._config = settings.optimizer
-        self._state_dtypes = rule_of(self._config).state_dtypes
+        rule = rule_of(self._config)
+        self._state_dtypes = rule.state_dtypes
+        # Of each parameter, by id.
+        self._dtypes_of = {
+            id(parameter): rule.part_for({**rule.defaults, **group}).state_dtypes
+            for group in parameter_groups(model, self._config)
+            for parameter in group["params"]
+        }
         self._device: dict[str, int] = {}
         self._host: dict[str, int] = {}
         self._pinned: set[str] = set()
@@ -163,16 +173,16 @@ class _Planner:
             self._add(GRADIENTS, group.grad_nbytes)
             if not group.is_on_host:
                 self._add(MAIN, group.main_nbytes)
-                if group.requires_grad:
-                    self._add_group_states(group, rank)
+
+        by_parameter: dict[int, GroupPlan] = {}
+        for unit, planned in zip(units_of(model), shards.units, strict=True):
+            for group in planned.groups:
+                own = [id(unit.module.get_parameter(each.fqns[0])) for each in group.parameters]
+                by_parameter.update(dict.fromkeys(own, group))
+                if group.requires_grad and not group.is_on_host:
+                    self._add_group_states(group, own, rank)
 
         # In the order of the offloaded optimizer's buckets, which decides where gaps are.
-        by_parameter = {
-            id(unit.module.get_parameter(parameter.fqns[0])): group
-            for unit, planned in zip(units_of(model), shards.units, strict=True)
-            for group in planned.groups
-            for parameter in group.parameters
-        }
         buckets = [
             fsdp_group
             for group in self._offloaded(model, plan, by_module=True)
@@ -192,16 +202,26 @@ class _Planner:
                     group.grad_dtype,
                     group.dtype,
                     has_main=True,
+                    is_watched=bool(sharded_axes(group.placements.optimizer)),
                 )
                 for group in buckets
             ]
         )
 
-    def _add_group_states(self, group: GroupPlan, rank: int) -> None:
-        """States of a group that is stepped on the device."""
-        # Those of a rule are padded like the group's own buffers.
-        numel = group.optimizer_numel if self._config.has_rule else _local_numel(group, rank)
-        self._add_states(numel, group.main_dtype)
+    def _add_group_states(self, group: GroupPlan, parameters: Sequence[int], rank: int) -> None:
+        """States of a group that is stepped on the device.
+
+        Args:
+            parameters: the ids of its parameters, in order.
+        """
+        numels = _local_numels(group, rank)
+        for name, dtype in self._all_dtypes(parameters).items():
+            having = [name in self._dtypes_of[own] for own in parameters]
+            numel = sum(itertools.compress(numels, having))
+            # States of a rule that all parameters have are padded like the group's own buffers.
+            if self._config.has_rule and all(having):
+                numel = group.optimizer_numel
+            self._add_state(name, numel, dtype, group.main_dtype)
 
     # Other tensors
 
@@ -220,7 +240,8 @@ class _Planner:
             self._add(GRADIENTS, share.numel * itemsize)
             if id(parameter) in on_host:
                 continue
-            self._add_states(share.numel, parameter.dtype)
+            for name, dtype in self._dtypes_of[id(parameter)].items():
+                self._add_state(name, share.numel, dtype, parameter.dtype)
             # With an offloaded optimizer, 16-bit parameters have separate fp32 main weights.
             is_narrow = itemsize < torch.float32.itemsize
             if self._config.has_rule and plan is not None and is_narrow:
@@ -266,6 +287,7 @@ class _Planner:
                 config.pin_cpu_params,
                 config.pins_states,
                 self._settings.is_accelerator,
+                config.early_update_bytes,
             ),
         )
         self._host.update(layout.nbytes_by_state)
@@ -274,13 +296,21 @@ class _Planner:
         if layout.pins[MAIN] and self._settings.is_accelerator:
             self._pinned.add(MAIN)
 
-    def _add_states(self, numel: int, dtype: torch.dtype) -> None:
-        """Adds states of parameters of this dtype that are stepped on the device."""
-        # TransformerEngine's and Apex's are fp32, torch's like their parameter.
-        other = dtype if self._config.gpu_optimizer == "torch" else torch.float32
-        for name, own in self._state_dtypes.items():
-            itemsize = own.itemsize if self._config.has_rule else other.itemsize
-            self._add(name, numel * itemsize)
+    def _all_dtypes(self, parameters: Iterable[int]) -> dict[str, torch.dtype]:
+        """The dtypes of all states that some of these parameters have."""
+        found: dict[str, torch.dtype] = {}
+        for own in parameters:
+            found |= self._dtypes_of[own]
+        return found
+
+    def _add_state(
+        self, name: str, numel: int, dtype: torch.dtype, parameter_dtype: torch.dtype
+    ) -> None:
+        """Adds a state of parameters of a dtype that are stepped on the device."""
+        if not self._config.has_rule:
+            # TransformerEngine's and Apex's are fp32, torch's like their parameter.
+            dtype = parameter_dtype if self._config.gpu_optimizer == "torch" else torch.float32
+        self._add(name, numel * dtype.itemsize)
 
     def _offloaded(
         self, model: nn.Module, plan: OffloadPlan | None, *, by_module: bool
@@ -292,14 +322,14 @@ class _Planner:
         return [group for index, group in enumerate(groups) if plan.is_on_host(index)]
 
 
-def _local_numel(group: GroupPlan, rank: int) -> int:
-    """A rank's elements of a group's parameters."""
+def _local_numels(group: GroupPlan, rank: int) -> list[int]:
+    """A rank's elements of each of a group's parameters."""
     coordinate: list[int] = []
     for size in reversed(group.mesh_shape):
         rank, place = divmod(rank, size)
         coordinate.insert(0, place)
     tensors = range(len(group.parameters))
-    return sum(group.local_numel(tensor, tuple(coordinate)) for tensor in tensors)
+    return [group.local_numel(tensor, tuple(coordinate)) for tensor in tensors]
 
 
 def _each_once(items: Iterable[_T]) -> list[_T]:

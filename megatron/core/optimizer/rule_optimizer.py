@@ -5,13 +5,14 @@ states that are distributed as parameters are.
     optimizer.step(grad_scale=clip_coefficient)
 
 Parameters may be plain tensors or DTensors, also from `fully_shard`, here or in PyTorch. The
-arithmetic runs on local tensors, without communication. For the states of a parameter see
-`RuleStates`. State dicts hold the values of scaled ones in fp32.
+arithmetic runs on local tensors, without communication, except for the matrices of Muon, whose rows
+ranks exchange: see matrix_pass.py. For the states of a parameter see `RuleStates`. State dicts hold
+the values of scaled ones in fp32.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -24,7 +25,14 @@ from megatron.core.drivers import kinds_of_accelerators
 from megatron.core.dtensors import local_tensor
 from megatron.core.dtypes import FLOAT_DTYPES
 from megatron.core.lanes import Event
+from megatron.core.optimizer.kernels.newton_schulz import MuonStep
 from megatron.core.optimizer.kernels.piece import Kernel, Piece, check_grad_scale
+from megatron.core.optimizer.matrix_pass import (
+    MatrixBatch,
+    MatrixPass,
+    MatrixStep,
+    check_matrices,
+)
 from megatron.core.optimizer.planning_optimizer import PlanningOptimizer
 from megatron.core.optimizer.rule_states import (
     MasterWeights,
@@ -65,6 +73,7 @@ class _Planned(NamedTuple):
     gradient: torch.Tensor  # local
     number: int  # of the step, from 1
     scalars: Hashable
+    matrix_rows: tuple[int, ...] | None  # None: the step is elementwise
 
 
 class _Batch(NamedTuple):
@@ -72,6 +81,7 @@ class _Batch(NamedTuple):
 
     events: list[Event]
     with_master: list[torch.Tensor]  # parameters that have a main weight besides them
+    rule: UpdateRule
     updates: PlannedUpdates
 
 
@@ -81,6 +91,7 @@ class RuleStep(NamedTuple):
     inputs: StepInputs
     parameters: list[_Planned]
     batches: list[_Batch]
+    matrices: list[MatrixBatch]
     holds: list[Hold]  # that were known
 
 
@@ -137,9 +148,10 @@ class RuleOptimizer(PlanningOptimizer):
         super().__init__(params, rule.defaults_with(options))
         self._make_parts()
         # Trying a kernel takes time, and may tell the user something: not at the first step.
-        for device in {local_tensor(parameter).device for parameter in self._parameters()}:
+        for parameter in self._parameters():
+            device = local_tensor(parameter).device
             if device.type in kinds_of_accelerators():
-                self._kernel(device)
+                self._kernel(self._states.rule_of(parameter), device)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As in torch.optim. ValueError for groups that the constructor would reject."""
@@ -148,7 +160,10 @@ class RuleOptimizer(PlanningOptimizer):
         try:
             _check_dtypes(group["params"])
             self.rule.scalars(group, 1)
-        except ValueError:
+            self._divide_rule(group)
+            if self.rule.part_for(group).takes_matrices:
+                _matrix_rows(group)
+        except (ValueError, NotImplementedError):
             self.param_groups.pop()
             raise
 
@@ -170,8 +185,9 @@ class RuleOptimizer(PlanningOptimizer):
     def _make_parts(self) -> None:
         """Makes the parts that copies do not share."""
         self._holds = StepHolds()
-        # By type of device; the host's threads start when they are first needed.
-        self._kernels: dict[str, Kernel] = {}
+        # By rule and type of device; the host's threads start when they are first needed.
+        self._kernels: dict[tuple[UpdateRule, str], Kernel] = {}
+        self._matrix_pass = MatrixPass()
         # Registered first: hooks of users see values, not scaled states.
         self.register_state_dict_post_hook(partial(_unscale, self._states))
 
@@ -185,6 +201,9 @@ class RuleOptimizer(PlanningOptimizer):
             with_frozen: also for frozen parameters, whose states a checkpoint may hold.
                 A step allocates none for them.
         """
+        # Programs may have put other parameters into the groups.
+        for group in self.param_groups:
+            self._divide_rule(group)
         for parameter in self._parameters():
             is_stepped = (
                 parameter.requires_grad
@@ -229,7 +248,17 @@ class RuleOptimizer(PlanningOptimizer):
         self.init_state(with_frozen=False)
         inputs = self._step_inputs()
         planned = self._plan()
-        steps = {each.parameter: each for each in planned}
+        matrices = [
+            MatrixStep(
+                each.parameter,
+                each.matrix_rows,
+                each.scalars,
+                self._states.arrays(each.parameter, each.gradient, self.state[each.parameter]),
+            )
+            for each in planned
+            if isinstance(each.scalars, MuonStep) and each.matrix_rows is not None
+        ]
+        steps = {each.parameter: each for each in planned if each.matrix_rows is None}
         batches = []
         for events, parameters in self._holds.batches(steps):
             updates = [
@@ -240,9 +269,11 @@ class RuleOptimizer(PlanningOptimizer):
                 for each in map(steps.__getitem__, parameters)
                 if each.gradient.numel()
             ]
-            with_master = [p for p in parameters if MASTER in self.state[p]]
-            batches.append(_Batch(events, with_master, plan(updates)))
-        return RuleStep(inputs, planned, batches, self._holds.known())
+            # All rules of an optimizer but one take matrices.
+            rule = self._states.rule_of(parameters[0])
+            batches.append(_Batch(events, self._with_master(parameters), rule, plan(updates)))
+        matrix_batches = self._matrix_pass.plan(matrices)
+        return RuleStep(inputs, planned, batches, matrix_batches, self._holds.known())
 
     @torch.no_grad()
     def step(  # type: ignore[override]  # torch's has no grad_scale
@@ -254,7 +285,7 @@ class RuleOptimizer(PlanningOptimizer):
         planned: RuleStep | None = None,
     ) -> float | None:
         """Steps every parameter that has a gradient. The others' states stay as they are, `step`
-        included.
+        included. With Muon, all ranks call it together.
 
         Args:
             closure: computes the loss and the gradients again.
@@ -277,6 +308,7 @@ class RuleOptimizer(PlanningOptimizer):
             ValueError: for a gradient or state that is not distributed, shaped and placed as its
                 parameter, for a gradient in an attribute that is not read, and for a grad_scale
                 that is not finite.
+            NotImplementedError: for matrices of Muon that are not cut between rows.
         """
         loss = self._loss_of(closure)
         factor = unscaling_factor(self, grad_scaler, self.use_decoupled_grad)
@@ -294,18 +326,19 @@ class RuleOptimizer(PlanningOptimizer):
         for batch in planned.batches:
             for event in batch.events:
                 event.synchronize()
-            for parameter in batch.with_master:
-                self._states.follow_writes(parameter, self.state[parameter])
-            carry_out(batch.updates, grad_scale, self._run)
+            self._follow_writes(batch.with_master)
+            carry_out(batch.updates, grad_scale, partial(self._run, batch.rule))
+        if planned.matrices:
+            kernel = partial(self._run, self.rule)
+            self._matrix_pass.run(planned.matrices, grad_scale, kernel, self._begin)
 
         # After the kernels, which may fail: such a step does not count.
         for each in planned.parameters:
             self.state[each.parameter][STEP].fill_(float(each.number))
         # Kernels write by address, which autograd does not see.
         torch.autograd.graph.increment_version([each.parameter for each in planned.parameters])
-        for batch in planned.batches:
-            for parameter in batch.with_master:
-                self._states.see_master(parameter, self.state[parameter])
+        for parameter in self._with_master([each.parameter for each in planned.parameters]):
+            self._states.see_master(parameter, self.state[parameter])
         mark_stepped(self, grad_scaler)
         return loss
 
@@ -423,6 +456,8 @@ class RuleOptimizer(PlanningOptimizer):
         planned = []
         for group_number, group in enumerate(self.param_groups):
             scalars: dict[int, Hashable] = {}
+            rule = self.rule.part_for(group)
+            matrix_rows = _matrix_rows(group) if rule.takes_matrices else None
             for index, parameter in enumerate(group["params"]):
                 place = f"parameter {index} of group {group_number}"
                 gradient = gradient_of(parameter, self.use_decoupled_grad)
@@ -431,33 +466,51 @@ class RuleOptimizer(PlanningOptimizer):
                     continue
 
                 self._states.check(parameter, gradient, self.state[parameter], place)
-                self._kernel(local_tensor(parameter).device)  # raises if there is none
+                self._kernel(rule, local_tensor(parameter).device)  # raises if there is none
                 # Parameters of a group that have taken the same number of steps share scalars.
                 number = int(self.state[parameter][STEP]) + 1
                 if number not in scalars:
                     scalars[number] = self.rule.scalars(group, number)
                 local = local_tensor(gradient).detach()
-                planned.append(_Planned(parameter, local, number, scalars[number]))
+                rows = None if matrix_rows is None else matrix_rows[index]
+                planned.append(_Planned(parameter, local, number, scalars[number], rows))
         return planned
 
-    def _run(self, pieces: Iterable[Piece], grad_scale: float) -> None:
+    def _divide_rule(self, group: Mapping[str, Any]) -> None:
+        """Gives the parameters of a group the part of the rule that is theirs."""
+        rule = self.rule.part_for(group)
+        for parameter in group["params"]:
+            self._states.add(parameter, rule)
+
+    def _with_master(self, parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+        return [parameter for parameter in parameters if MASTER in self.state[parameter]]
+
+    def _follow_writes(self, with_master: Iterable[torch.Tensor]) -> None:
+        for parameter in with_master:
+            self._states.follow_writes(parameter, self.state[parameter])
+
+    def _begin(self, batch: MatrixBatch) -> None:
+        # Readers are waited for batch by batch, in the order of batches, which all ranks share.
+        for event in self._holds.events_of(batch.parameters):
+            event.synchronize()
+        self._follow_writes(self._with_master(batch.parameters))
+
+    def _run(self, rule: UpdateRule, pieces: Iterable[Piece], grad_scale: float) -> None:
         # Parameters may be on several devices at once.
         by_device: dict[torch.device, list[Piece]] = {}
         for piece in pieces:
             by_device.setdefault(piece.weight.device, []).append(piece)
         for device, own in by_device.items():
-            self._kernel(device)(own, grad_scale)
+            self._kernel(rule, device)(own, grad_scale)
 
-    def _kernel(self, device: torch.device) -> Kernel:
-        found = self._kernels.get(device.type)
-        if found is None:
+    def _kernel(self, rule: UpdateRule, device: torch.device) -> Kernel:
+        key = (rule, device.type)
+        if key not in self._kernels:
             on_host = device.type == "cpu"
-            found = self._kernels[device.type] = (
-                self.rule.host_kernel(self._num_host_threads)
-                if on_host
-                else self.rule.device_kernel(device)
+            self._kernels[key] = (
+                rule.host_kernel(self._num_host_threads) if on_host else rule.device_kernel(device)
             )
-        return found
+        return self._kernels[key]
 
 
 def _unscale(
@@ -484,3 +537,14 @@ def _check_dtypes(parameters: Iterable[torch.Tensor]) -> None:
                 f"Expected parameters of {', '.join(map(str, FLOAT_DTYPES))}, got "
                 f"{parameter.dtype} at {index}."
             )
+
+
+def _matrix_rows(group: Mapping[str, Any]) -> list[tuple[int, ...]]:
+    """For each parameter of a group of matrices the rows of the matrices in it."""
+    parameters = group["params"]
+    given = group.get("matrix_rows") or [None] * len(parameters)
+    if len(given) != len(parameters):
+        raise ValueError(
+            f"Expected matrix_rows of {len(parameters)} parameters, got those of {len(given)}."
+        )
+    return [*map(check_matrices, parameters, given)]

@@ -79,17 +79,34 @@ class RuleStates:
     """Allocates and describes the states, which the optimizer owns."""
 
     def __init__(self, rule: UpdateRule, masters: MasterWeights) -> None:
-        self._dtypes = rule.state_dtypes
+        self._rule = rule
         self._masters = masters
+        self._rules: dict[torch.Tensor, UpdateRule] = {}
         self._scales: dict[torch.Tensor, dict[str, torch.Tensor]] = {}
         self._memory = StateMemory()
         # To parameters with a master, and to remainders.
         self._writes = TensorWrites()
 
+    def add(self, parameter: torch.Tensor, rule: UpdateRule) -> None:
+        """Makes the states of a parameter those of a part of the rule.
+
+        NotImplementedError for a rule that does not take the parameter's main weight.
+        """
+        if rule.takes_matrices and self._masters.dtype_of(parameter) == torch.float16:
+            raise NotImplementedError(
+                f"Expected main weights of {rule.name} in torch.float32, got torch.float16."
+            )
+        self._rules[parameter] = rule
+
+    def rule_of(self, parameter: torch.Tensor) -> UpdateRule:
+        """The rule of a parameter's states and kernels."""
+        return self._rules.get(parameter, self._rule)
+
     def dtypes_of(self, parameter: torch.Tensor) -> dict[str, torch.dtype]:
         """The dtypes of a parameter's states, without `step`."""
         master = self._masters.dtype_of(parameter)
-        return self._dtypes if master is None else {**self._dtypes, MASTER: master}
+        own = self.rule_of(parameter).state_dtypes
+        return own if master is None else {**own, MASTER: master}
 
     def check_remainders(self, parameter: torch.Tensor, are_kept: bool | None) -> None:
         """ValueError if a parameter's master is, or is not, a remainder, unlike a caller said."""
@@ -107,8 +124,16 @@ class RuleStates:
     def allocate(self, parameter: torch.Tensor) -> States:
         """The states of a parameter that has taken no step."""
         dtypes = self.dtypes_of(parameter)
+        group = group_of(parameter)
+        rules = [self._rules.get(each.sharded) for each in group.fsdp_parameters] if group else []
         tensors = {
-            name: self._memory.empty(parameter, name, dtype) for name, dtype in dtypes.items()
+            name: self._memory.empty(
+                parameter,
+                name,
+                dtype,
+                of_all=all(rule is None or name in rule.state_dtypes for rule in rules),
+            )
+            for name, dtype in dtypes.items()
         }
 
         self._scales[parameter] = {

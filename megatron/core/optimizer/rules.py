@@ -12,7 +12,7 @@ torch_optimizer.py.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Hashable, Mapping
+from collections.abc import Callable, Collection, Hashable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar, NamedTuple
@@ -25,6 +25,7 @@ from megatron.core.optimizer.config import OptimizerConfig
 from megatron.core.optimizer.kernels import device_adam, torch_adam, torch_flat
 from megatron.core.optimizer.kernels.adam import AdamStep
 from megatron.core.optimizer.kernels.host_adam import HostAdam, default_num_threads
+from megatron.core.optimizer.kernels.newton_schulz import MatrixAddition, MuonStep
 from megatron.core.optimizer.kernels.piece import (
     HostKernel,
     Kernel,
@@ -49,6 +50,7 @@ class UpdateRule(ABC):
         optional: options that groups may have besides.
         counts_steps: whether `scalars` depends on the number of the step. Otherwise loaded states
             may lack it, as torch's do.
+        takes_matrices: whether a step is a `MuonStep` of whole matrices; see matrix_pass.py.
 
     Rules are frozen dataclasses. NotImplementedError for dtypes that no state can have.
     """
@@ -56,6 +58,7 @@ class UpdateRule(ABC):
     name: ClassVar[str]
     optional: ClassVar[tuple[str, ...]] = ()
     counts_steps: ClassVar[bool] = True
+    takes_matrices: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         # TransformerEngine raises this one, too.
@@ -102,6 +105,15 @@ class UpdateRule(ABC):
     def device_kernel(self, device: torch.device) -> Kernel:
         """Makes a kernel for tensors on an accelerator. RuntimeError if there is none for it."""
 
+    def part_for(self, options: Mapping[str, Any]) -> UpdateRule:  # noqa: ARG002
+        """The rule of a parameter group, which has its states and kernels: this one, or a part of
+        it.
+
+        Args:
+            options: of the group, with all names of `defaults`.
+        """
+        return self
+
     def defaults_with(self, options: Mapping[str, Any]) -> dict[str, Any]:
         """The defaults, with other values of some. TypeError for options that the rule lacks."""
         defaults = self.defaults
@@ -117,6 +129,11 @@ class UpdateRule(ABC):
             raise ValueError(
                 f"Expected all states in one of {UNSCALED_STATE_DTYPES} on the host, got {dtypes}."
             )
+
+
+def _fp8(dtype: torch.dtype) -> torch.dtype:
+    # TransformerEngine keeps fp8 numbers in tensors of bytes, and calls the dtype that.
+    return torch.float8_e4m3fn if dtype == torch.uint8 else dtype
 
 
 @dataclass(frozen=True)
@@ -183,7 +200,7 @@ class ElementwiseRule(UpdateRule):
         """Updates weight and states in place. All arrays are fp32; the gradient may be written to.
 
         Each operator must round once and treat elements alike, or the sides' bits would differ:
-        no `alpha`, `lerp` or `addcmul`, which some devices contract and others do not.
+        no `alpha` or `addcmul`, which some devices contract and others do not.
         """
 
     def host_kernel(
@@ -315,27 +332,131 @@ class Lion(ElementwiseRule):
         exp_avg.mul_(step.beta2).add_(grad.mul_(1.0 - step.beta2))
 
 
+@dataclass(frozen=True)
+class Muon(ElementwiseRule):
+    """Muon for matrices, of Jordan et al., "Muon: An optimizer for hidden layers in neural
+    networks" (2024), in the conventions of `torch.optim.Muon`, and Adam for all else.
+
+        m = m + (1 - momentum) * (g - m)
+        u = m + (1 - momentum) * (g - m) if nesterov else m         rounded to bf16
+        o = orthogonalize(u)                                        of each whole matrix, in bf16
+        p = p * (1 - lr * weight_decay) - lr * scale * o
+
+    `MuonStep` has the options and what `scale` is, newton_schulz.py the coefficients by name:
+    "simple" are torch's, "quintic" is Megatron-LM's default. Options of a group besides them:
+
+        use_muon        False: the group's parameters are not matrices, and take steps of `scalar`
+                        with the group's lr and weight_decay, with `betas` and `adam_eps`
+        matrix_rows     for each parameter [rows, columns] the numbers of rows of the matrices that
+                        are stacked in it; default: one matrix, as in torch
+
+    The steps of a matrix are two elementwise passes, which `update` has, with an orthogonalization
+    between them: see matrix_pass.py.
+    """
+
+    momentum_buffer_dtype: torch.dtype = torch.float32
+    scalar: Adam = Adam()
+
+    name: ClassVar[str] = "muon"
+    takes_matrices: ClassVar[bool] = True
+    optional: ClassVar[tuple[str, ...]] = ("matrix_rows",)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        # Their scale is of a whole tensor, but matrices are parts of tensors.
+        if self.momentum_buffer_dtype not in UNSCALED_STATE_DTYPES:
+            raise NotImplementedError(
+                f"Expected momentum_buffer_dtype to be one of {UNSCALED_STATE_DTYPES}, got "
+                f"{self.momentum_buffer_dtype}."
+            )
+
+    @property
+    def state_dtypes(self) -> dict[str, torch.dtype]:
+        return {"momentum_buffer": self.momentum_buffer_dtype}
+
+    @property
+    def defaults(self) -> dict[str, Any]:
+        return {
+            "lr": 1e-3,
+            "weight_decay": 0.1,
+            "momentum": 0.95,
+            "nesterov": True,
+            "ns_steps": 5,
+            "eps": 1e-7,
+            "scale_mode": "match_rms_adamw",
+            "coefficient_type": "simple",
+            "extra_scale_factor": 1.0,
+            "use_muon": True,
+            "betas": (0.9, 0.999),
+            "adam_eps": 1e-8,
+        }
+
+    def part_for(self, options: Mapping[str, Any]) -> UpdateRule:
+        return self if options["use_muon"] else self.scalar
+
+    def scalars(self, options: Mapping[str, Any], step: int) -> MuonStep | AdamStep:
+        if options["use_muon"]:
+            return MuonStep.of(options)
+        return self.scalar.scalars({**options, "eps": options["adam_eps"]}, step)
+
+    def check_on_host(self) -> None:
+        raise NotImplementedError(
+            "Muon's states cannot be in host memory yet: its matrices are orthogonalized by "
+            "RuleOptimizer only."
+        )
+
+    @staticmethod
+    def update(
+        step: MuonStep | MatrixAddition,
+        grad: torch.Tensor,
+        weight: torch.Tensor,
+        states: Mapping[str, torch.Tensor],
+    ) -> None:
+        """With a `MuonStep`, updates the momentum, and writes what is to be orthogonalized to
+        `weight`; with a `MatrixAddition`, adds `grad`, which has been, to the weight.
+        """
+        if isinstance(step, MatrixAddition):
+            weight.mul_(step.decay).sub_(grad.mul_(step.rate))
+            return
+        buffer = states["momentum_buffer"]
+        # The bits of torch.optim.Muon: another rounding here may become another bf16 number, and
+        # the iterations magnify that. `lerp` is one fused multiply-add, on CPUs that have it (AVX2
+        # or later) and where nvcc compiles it, as in [Note: arithmetic] of kernels/adam.py.
+        buffer.lerp_(grad, 1.0 - step.momentum)
+        if step.nesterov:
+            torch.lerp(grad, buffer, step.momentum, out=weight)
+        else:
+            weight.copy_(buffer)
+
+
 def rule_of(config: OptimizerConfig) -> UpdateRule:
     """The rule that `--optimizer` selects."""
-    exp_avg = DTYPES[config.exp_avg_dtype]
-    rules: dict[str, UpdateRule] = {
-        "adam": Adam(exp_avg, DTYPES[config.exp_avg_sq_dtype]),
-        "sgd": SGD(exp_avg, has_momentum=config.sgd_momentum > 0),
-        "lion": Lion(exp_avg),
+    exp_avg, exp_avg_sq = DTYPES[config.exp_avg_dtype], DTYPES[config.exp_avg_sq_dtype]
+    rules: dict[str, Callable[[], UpdateRule]] = {
+        "adam": lambda: Adam(exp_avg, exp_avg_sq),
+        "sgd": lambda: SGD(exp_avg, has_momentum=config.sgd_momentum > 0),
+        "lion": lambda: Lion(exp_avg),
+        "muon": lambda: Muon(exp_avg, Adam(exp_avg, exp_avg_sq)),
     }
-    return rules[config.optimizer]
+    return rules[config.optimizer]()
 
 
 def options_of(config: OptimizerConfig) -> dict[str, Any]:
     """The options of `rule_of`'s parameter groups, besides rate and weight decay."""
+    betas = (config.adam_beta1, config.adam_beta2)
     options: dict[str, dict[str, Any]] = {
-        "adam": {"betas": (config.adam_beta1, config.adam_beta2), "eps": config.adam_eps},
+        "adam": {"betas": betas, "eps": config.adam_eps},
         "sgd": {"momentum": config.sgd_momentum},
         "lion": {"betas": (config.lion_beta1, config.lion_beta2)},
+        "muon": {
+            "momentum": config.muon_momentum,
+            "nesterov": config.muon_nesterov,
+            "ns_steps": config.muon_num_ns_steps,
+            "coefficient_type": config.muon_coefficient_type,
+            "scale_mode": config.muon_scale_mode,
+            "extra_scale_factor": config.muon_extra_scale_factor,
+            "betas": betas,
+            "adam_eps": config.adam_eps,
+        },
     }
     return options[config.optimizer]
-
-
-def _fp8(dtype: torch.dtype) -> torch.dtype:
-    # TransformerEngine keeps fp8 numbers in tensors of bytes, and calls the dtype that.
-    return torch.float8_e4m3fn if dtype == torch.uint8 else dtype

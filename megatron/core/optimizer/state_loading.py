@@ -40,8 +40,14 @@ def loaded_options(own: Mapping[str, Any], loaded: Mapping[str, Any]) -> dict[st
 
 
 def check_options(rule: UpdateRule, own: Mapping[str, Any], loaded: Mapping[str, Any]) -> None:
-    """ValueError if a loaded group has options that the rule cannot honour."""
-    rule.scalars({**own, **loaded_options(own, loaded)}, 1)
+    """ValueError if a loaded group has options that the rule cannot honour, or other states."""
+    options = {**own, **loaded_options(own, loaded)}
+    rule.scalars(options, 1)
+    if rule.part_for(options) != rule.part_for(own):
+        raise ValueError(
+            f"Expected a group of {rule.part_for(own).name}, got one of "
+            f"{rule.part_for(options).name}."
+        )
 
 
 def can_be_trained(parameter: torch.Tensor) -> bool:
@@ -83,9 +89,16 @@ def states_by_parameter(
     # By their places in the groups: the numbers are the state dict's own.
     parameters = [parameter for group in own_groups for parameter in group["params"]]
     steps = [group.get(STEP) for group in groups for _ in group["params"]]
+    may_lack_step = [
+        rule is not None and not rule.part_for(group).counts_steps
+        for group in own_groups
+        for _ in group["params"]
+    ]
 
     found = {}
-    for parameter, number, step in zip(parameters, numbers, steps, strict=True):
+    for parameter, number, step, may_lack in zip(
+        parameters, numbers, steps, may_lack_step, strict=True
+    ):
         if number in states:
             # PyTorch's loaders may cut rows otherwise than the parameter's.
             found[parameter] = {
@@ -93,7 +106,7 @@ def states_by_parameter(
             }
             if step is not None:
                 found[parameter].setdefault(STEP, step)
-            elif rule is not None and not rule.counts_steps:
+            elif may_lack:
                 found[parameter].setdefault(STEP, torch.zeros(()))
     return found
 

@@ -26,7 +26,9 @@ MASTER = "master_param"
 
 
 class StateMemory:
-    """Allocates states. A group's parameters share one buffer for each name."""
+    """Allocates states. A group's parameters share one buffer for each name that all of them
+    have.
+    """
 
     def __init__(self) -> None:
         self._buffers: WeakKeyDictionary[FsdpParameterGroup, dict[str, DBuffer]] = (
@@ -37,13 +39,19 @@ class StateMemory:
         # A copy of a parameter has no group, so a copy of its optimizer shares no buffers.
         return StateMemory, ()
 
-    def empty(self, parameter: torch.Tensor, name: str, dtype: torch.dtype) -> torch.Tensor:
+    def empty(
+        self, parameter: torch.Tensor, name: str, dtype: torch.dtype, *, of_all: bool = True
+    ) -> torch.Tensor:
         """An uninitialised state on the device of the parameter's local tensor.
 
         Every parameter of a group must request a name with the same dtype, and once.
+
+        Args:
+            of_all: whether all parameters of the group have this state. A buffer of one that few
+                have would be mostly empty.
         """
         group = group_of(parameter)
-        if group is None:
+        if group is None or not of_all:
             local = torch.empty_like(local_tensor(parameter), dtype=dtype, requires_grad=False)
             return like(parameter, local)
 

@@ -117,6 +117,15 @@ class StepHolds:
         # Only now, since an error may have ended the wait; holds with active readers stay.
         self._holds = [hold for hold in self._holds if not hold.event.is_done()]
 
+    def events_of(self, parameters: Iterable[torch.Tensor]) -> list[Event]:
+        """The events for which a step of some parameters has to wait."""
+        own = set(map(id, parameters))
+        return [
+            hold.event
+            for hold in self._holds
+            if not hold.event.is_done() and any(id(each) in own for each in hold.parameters)
+        ]
+
     def batches(
         self, parameters: Iterable[torch.Tensor]
     ) -> Iterator[tuple[list[Event], list[torch.Tensor]]]:

@@ -26,7 +26,8 @@ from megatron.core.optimizer.clip_grads import global_grad_norm
 # in `main_grad`, which no optimizer here reads.
 _ATTRIBUTES = ("grad", "decoupled_grad", "main_grad")
 
-IDENTITIES = ("params", "param_names")  # entries of a parameter group that are no options
+# Entries of a parameter group that are no options.
+IDENTITIES = ("params", "param_names", "matrix_rows")
 
 
 class StepInputs(NamedTuple):

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -13,6 +16,7 @@ from megatron.core.optimizer.config import OptimizerConfig
 from megatron.core.optimizer.planning_optimizer import PlanningOptimizer
 from megatron.core.optimizer.state_loading import can_be_trained
 from megatron.core.parts import factors_of
+from megatron.core.transformer.fused_weight import matrices_of
 
 
 def parameter_groups(model: nn.Module, config: OptimizerConfig) -> list[dict[str, Any]]:
@@ -22,26 +26,73 @@ def parameter_groups(model: nn.Module, config: OptimizerConfig) -> list[dict[str
     Matrices decay; vectors (biases, norm weights) and scalars do not, as in Megatron. Frozen
     parameters have no group. A group with a factor has it as `lr_mult`, which is Megatron's name.
 
+    With Muon, every group says by `use_muon` whether it is Muon's or the scalar optimizer's. Groups
+    of Muon have `matrix_rows`: for each parameter, the rows of the matrices stacked in it.
+
     Raises:
         ConfigError: for a factor of a part that the model does not have.
     """
     factors = factors_of(model, config.lr_factors, "--lr-multipliers")
-    found: dict[tuple[float, bool], list[nn.Parameter]] = {}
+    is_muon = config.optimizer == "muon"
+    matrices = matrices_of(model, by_head=config.muon_split_heads) if is_muon else {}
+    found: dict[tuple[float, bool, bool], list[nn.Parameter]] = {}
     for parameter in model.parameters():
         if parameter.requires_grad:
-            kind = (factors.get(parameter, 1.0), parameter.ndim < 2)
+            kind = (factors.get(parameter, 1.0), parameter.ndim < 2, parameter not in matrices)
             found.setdefault(kind, []).append(parameter)
-    return [
-        {
+
+    groups: list[dict[str, Any]] = []
+    # Parameters with weight decay come first.
+    for (factor, is_vector, is_scalar), parameters in sorted(
+        found.items(), key=lambda one: (-one[0][0], *one[0][1:])
+    ):
+        group: dict[str, Any] = {
             "params": parameters,
             "weight_decay": 0.0 if is_vector else config.weight_decay,
             **({} if factor == 1.0 else {"lr_mult": factor}),
         }
-        # Parameters with weight decay come first.
-        for (factor, is_vector), parameters in sorted(
-            found.items(), key=lambda one: (-one[0][0], one[0][1])
-        )
-    ]
+        if is_muon:
+            group["use_muon"] = not is_scalar
+        if not is_scalar:
+            group["matrix_rows"] = [matrices[parameter] for parameter in parameters]
+        groups.append(group)
+    return groups
+
+
+def format_muon_groups(model: nn.Module, groups: Sequence[Mapping[str, Any]]) -> str:
+    """Aligned lines: which parameters Muon updates, as which matrices, and which the scalar
+    optimizer does. Parameters of layers that differ in their number only share a line.
+
+    Args:
+        groups: an optimizer's, as `parameter_groups` returns them.
+    """
+    rows_of = {
+        parameter: rows
+        for group in groups
+        if group["use_muon"]
+        for parameter, rows in zip(group["params"], group["matrix_rows"], strict=True)
+    }
+    lines: Counter[tuple[str, str, str]] = Counter()
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            rows = rows_of.get(parameter)
+            shape = " x ".join(map(str, parameter.shape))
+            if rows is not None:
+                shape = f"{_shown_rows(rows)} x {parameter.shape[1]}"
+            kind = re.sub(r"\.[0-9]+\.", ".*.", name)
+            lines[kind, shape, "adam" if rows is None else "muon"] += 1
+    width = max((len(kind) for kind, _, _ in lines), default=0)
+    return "\n".join(
+        f"{kind:{width}}  {rule}  {count} x {shape}" for (kind, shape, rule), count in lines.items()
+    )
+
+
+def _shown_rows(rows: Sequence[int]) -> str:
+    """Rows of matrices in a few characters: "512", or "(512, 2 x 128)"."""
+    if len(rows) == 1:
+        return str(rows[0])
+    runs = [(size, len([*run])) for size, run in groupby(rows)]
+    return f"({', '.join(str(size) if n == 1 else f'{n} x {size}' for size, n in runs)})"
 
 
 def build_torch_optimizer(

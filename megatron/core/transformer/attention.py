@@ -97,12 +97,10 @@ class SelfAttention(Attention):
 
 def _sections(spec: AttentionSpec) -> FusedWeight:
     """The sections of the projection of the input, in the order of their rows."""
-    gate = [("gate", spec.query_size)] if spec.has_output_gate else []
+    heads = {"query": spec.num_heads, "gate": spec.num_heads}
+    if not spec.has_output_gate:
+        del heads["gate"]
+    heads |= {"key": spec.num_key_value_heads, "value": spec.num_key_value_heads}
     return FusedWeight(
-        [
-            ("query", spec.query_size),
-            *gate,
-            ("key", spec.key_value_size),
-            ("value", spec.key_value_size),
-        ]
+        [(name, num_heads * spec.head_dim) for name, num_heads in heads.items()], [*heads.values()]
     )

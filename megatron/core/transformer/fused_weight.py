@@ -8,6 +8,8 @@ key-value head of four channels each:
 
     rows  0 ........ 7 | 8 .. 11 | 12 .. 15
           query        | key     | value
+
+Muon updates each matrix of a weight separately: `matrices_of` finds them in the same declarations.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -36,16 +38,23 @@ class FusedWeight:
     """The sections of a fused weight's dim 0, in order and without gaps. Pairs are taken for
     sections.
 
+    Attributes:
+        num_heads: the number of heads in each section, whose rows are consecutive and equally many.
+
     Raises:
         ValueError: no sections, a name used twice, or a section without rows.
     """
 
     sections: tuple[Section, ...]
+    num_heads: tuple[int, ...]
 
-    def __init__(self, sections: Sequence[tuple[str, int]]) -> None:
+    def __init__(
+        self, sections: Sequence[tuple[str, int]], num_heads: Sequence[int] | None = None
+    ) -> None:
         object.__setattr__(
             self, "sections", tuple(Section(name, num_rows) for name, num_rows in sections)
         )
+        object.__setattr__(self, "num_heads", tuple(num_heads or (1,) * len(self.sections)))
 
         if not self.sections:
             raise ValueError("Expected at least one section, got none.")
@@ -71,6 +80,16 @@ class FusedWeight:
     def num_rows(self) -> int:
         """Rows of the whole weight."""
         return sum(self.sizes)
+
+    def matrix_rows(self, *, by_head: bool) -> tuple[int, ...]:
+        """Rows of each matrix that Muon updates: a section, or one of its heads."""
+        if not by_head:
+            return self.sizes
+        return tuple(
+            num_rows // heads
+            for num_rows, heads in zip(self.sizes, self.num_heads, strict=True)
+            for _ in range(heads)
+        )
 
     def row_range(self, name: str) -> tuple[int, int]:
         """The rows of section `name`, as (start, stop). ValueError if there is no such section."""
@@ -107,7 +126,12 @@ def reset_linear(weight: Tensor, bias: Tensor | None, init_std: float) -> None:
 class Linear(nn.Linear):
     """`nn.Linear` whose initial weights are normal(0, init_std) and whose initial biases are
     zero.
+
+    Attributes:
+        is_hidden: whether the outputs are hidden channels. Muon does not update other layers.
     """
+
+    is_hidden: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -175,3 +199,28 @@ def fused_weights(model: nn.Module) -> dict[str, FusedWeight]:
             for name, _ in module.named_parameters(prefix=module_fqn, recurse=False):
                 found[name] = module.sections_of(name.rpartition(".")[2])
     return found
+
+
+def matrices_of(model: nn.Module, *, by_head: bool) -> dict[nn.Parameter, tuple[int, ...]]:
+    """The matrices that Muon updates: for each weight of a hidden linear layer, the rows of every
+    matrix in it, in order.
+
+    A weight of one row or one column is a vector and not among them, nor is a weight that another
+    kind of module shares, such as an embedding.
+
+    Args:
+        by_head: whether each attention head's queries, keys and values are a matrix.
+    """
+    found: dict[nn.Parameter, tuple[int, ...]] = {}
+    others: set[nn.Parameter] = set()
+    for module in model.modules():
+        is_linear = isinstance(module, nn.Linear | HasSections)
+        is_hidden = is_linear and getattr(module, "is_hidden", True)
+        for name, parameter in module.named_parameters(recurse=False):
+            if not is_hidden or name != "weight" or min(parameter.shape) == 1:
+                others.add(parameter)
+            elif isinstance(module, HasSections):
+                found[parameter] = module.sections_of(name).matrix_rows(by_head=by_head)
+            else:
+                found[parameter] = (parameter.shape[0],)
+    return {parameter: rows for parameter, rows in found.items() if parameter not in others}

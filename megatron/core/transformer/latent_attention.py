@@ -55,24 +55,31 @@ class LatentAttention(Attention):
         super().__init__(core_spec, spec.dropout, recomputes_core)
         self.spec = spec
 
-        def linear(in_features: int, out_features: int) -> Linear:
-            return Linear(in_features, out_features, bias=False, init_std=init_std)
+        def fused(in_features: int, *sections: tuple[str, int], num_heads: int = 1) -> FusedLinear:
+            weight = FusedWeight(sections, [num_heads] * len(sections))
+            return FusedLinear(in_features, weight, bias=False, init_std=init_std)
 
-        def fused(in_features: int, *sections: tuple[str, int]) -> FusedLinear:
-            return FusedLinear(in_features, FusedWeight(sections), bias=False, init_std=init_std)
+        def queries(name: str, in_features: int) -> FusedLinear:
+            # One section with the layer's name, so that checkpoints have that name.
+            return fused(in_features, (name, spec.query_size), num_heads=spec.num_heads)
 
         norm, rank, latent = spec.latent_norm, spec.query_rank, spec.key_value_rank
-        self.linear_q_proj = linear(hidden_size, spec.query_size) if rank is None else None
-        self.linear_q_down_proj = None if rank is None else linear(hidden_size, rank)
+        self.linear_q_proj = queries("linear_q_proj", hidden_size) if rank is None else None
+        self.linear_q_down_proj = (
+            None if rank is None else Linear(hidden_size, rank, bias=False, init_std=init_std)
+        )
         self.q_layernorm = None if rank is None or norm is None else build_norm(norm, rank)
-        self.linear_q_up_proj = None if rank is None else linear(rank, spec.query_size)
+        self.linear_q_up_proj = None if rank is None else queries("linear_q_up_proj", rank)
 
         self.linear_kv_down_proj = fused(
             hidden_size, ("kv_latent", latent), ("key_rotary", spec.rotary_dim)
         )
         self.kv_layernorm = None if norm is None else build_norm(norm, latent)
         self.linear_kv_up_proj = fused(
-            latent, ("key", spec.num_heads * spec.content_dim), ("value", spec.value_size)
+            latent,
+            ("key", spec.num_heads * spec.content_dim),
+            ("value", spec.value_size),
+            num_heads=spec.num_heads,
         )
         self.linear_proj = Linear(
             spec.value_size, hidden_size, bias=spec.has_output_bias, init_std=output_init_std

@@ -28,6 +28,7 @@ from megatron.core.optimizer.loss_scaler import LossScaler
 from megatron.core.optimizer.lr_schedule import LRSchedule, LRScheduleConfig
 from megatron.core.optimizer.rules import Adam
 from megatron.core.optimizer.state_loading import kept_options
+from megatron.core.optimizer.step_inputs import IDENTITIES
 from megatron.core.options import ConfigError
 from megatron.training.checkpoint.run_info import RecoverInfo, is_of_a_run, no_run_error
 from megatron.training.checkpoint.run_state import RunState
@@ -124,7 +125,7 @@ def options_to_load(
 
     saved = read()
     known = {option for group in optimizer.param_groups for option in group} - _NEVER_TAKEN
-    named = {option for group in saved for option in group} - {"param_names"}
+    named = {option for group in saved for option in group}.difference(IDENTITIES)
     unknown = named - known - _NEVER_TAKEN
     if unknown:
         logger.warning(

@@ -41,6 +41,7 @@ from megatron.core.distributed.torch_fsdp2 import reshard
 from megatron.core.dtensors import local_tensor
 from megatron.core.optimizer.planning_optimizer import state_units
 from megatron.core.optimizer.state_units import StateUnit
+from megatron.core.optimizer.step_inputs import IDENTITIES
 from megatron.core.optimizer.torch_optimizer import init_states
 from megatron.core.transformer.fused_weight import FusedWeight, fused_weights
 
@@ -188,7 +189,7 @@ class _Collector:
         options = {
             name: as_plain(value, f"{name} of parameter group {number}")
             for name, value in group.items()
-            if name not in ("params", "param_names")
+            if name not in IDENTITIES
         }
         return {
             "params": [name for parameter in group["params"] for name in self.names[parameter]],

@@ -15,6 +15,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from megatron.core.dist_checkpointing.errors import CheckpointError, few, shown
+from megatron.core.optimizer.step_inputs import IDENTITIES
 
 PARAM_GROUPS = "optimizer.param_groups"
 
@@ -73,7 +74,7 @@ def match_param_groups(
 
     # By parameter, because the groups of this optimizer may be divided in another way.
     by_name = {
-        name: {key: value for key, value in group.items() if key != "params"}
+        name: {key: value for key, value in group.items() if key not in IDENTITIES}
         for group in saved
         for name in group["params"]
     }

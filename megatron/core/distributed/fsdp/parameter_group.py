@@ -299,6 +299,8 @@ class FsdpParameterGroup:
         if self.is_gathered:
             self.unsharded_weight.reallocate_storage()
         is_copied = is_stale and self.main_weight is not self.post_optimizer_model_weight
+        if is_copied:
+            self.delivery.settle()
         is_scattered = has_changed and self.post_optimizer_model_weight is not self.model_weight
         awaited = self.delivery.events
         after: list[Event] = []
@@ -382,8 +384,10 @@ class FsdpParameterGroup:
         parameter.full.requires_grad_(parameter.sharded.requires_grad)
 
     def record_exchange(self, is_backward: bool) -> None:
-        """Records an exchange of tokens, or of their gradients, over the kept axes."""
-        self._record([], Kind.EXCHANGE, int(is_backward))
+        """Records an exchange of tokens, or of their gradients, for a module of this group, on the
+        last axis. Its ranks are consecutive, as are the ranks that exchange.
+        """
+        self._record([len(self.histories) - 1], Kind.EXCHANGE, int(is_backward))
 
     def show_sharded(self) -> None:
         """Puts the sharded parameters into the modules."""

@@ -225,6 +225,32 @@ def uneven_placements(
     return tuple(found)
 
 
+def rows_at(tensor: DTensor, coordinate: Sequence[int]) -> range:
+    """The rows of a DTensor at a place of its mesh. No communication.
+
+    Args:
+        tensor: replicated, or cut along dim 0, on each axis.
+        coordinate: the place on each axis.
+
+    Raises:
+        NotImplementedError: for other placements.
+    """
+    rows, piece, cut = range(tensor.shape[0]), 0, None
+    for axis, placement in enumerate(tensor.placements):
+        if isinstance(placement, UnevenShard):
+            # The first piece follows from all axes: see [Note: order of cuts].
+            piece += coordinate[axis] * placement.num_pieces
+            cut = placement.cut
+        elif type(placement) is Shard and placement.dim == 0:
+            most = -(-len(rows) // tensor.device_mesh.size(axis))
+            rows = rows[coordinate[axis] * most : (coordinate[axis] + 1) * most]
+        elif not placement.is_replicate():
+            raise NotImplementedError(
+                f"Expected a tensor replicated or cut between rows, got {tensor.placements}."
+            )
+    return rows if cut is None else range(cut.bound(piece), cut.bound(piece + 1))
+
+
 class _Wait:
     """A method to be called before each use of some rows, of an object that is held weakly."""
 

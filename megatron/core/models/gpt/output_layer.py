@@ -71,6 +71,8 @@ class OutputLayer(Linear):
     It computes losses, too, since a sharded weight is whole while its module runs.
     """
 
+    is_hidden = False
+
     def __init__(
         self, hidden_size: int, vocab_size: int, options: HeadOptions, *, init_std: float
     ) -> None:

@@ -6,8 +6,10 @@ never changes a bit: see streamed_pass.py.
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -15,15 +17,15 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from megatron.core.lane_timings import D2H, H2D, HOST, LANES, StepTimings
 from megatron.core.mesh import all_reduce_over
-from megatron.core.optimizer.pass_times import PassTimes
 
 logger = logging.getLogger(__name__)
 
 # Parts of a measurement, and the steps of each; the first of a part is not measured.
 _NUM_PARTS, _STEPS = 3, 3
+_LEAST_GAIN = 1.05  # of the time of the host's pass; below, the device updates nothing
 
 
-def interleaved(numels: Sequence[int], fraction: float) -> list[bool]:
+def interleaved(numels: Sequence[float], fraction: float) -> list[bool]:
     """Which of the buckets the device updates: every so many-th, so that both passes serve the
     forward evenly and end together.
 
@@ -43,9 +45,65 @@ def interleaved(numels: Sequence[int], fraction: float) -> list[bool]:
     return flags
 
 
+class PassTimes(NamedTuple):
+    """Seconds of one step's passes over all of the host's elements; see `balanced`.
+
+    Attributes:
+        host: of the host's own pass.
+        weights_up: of the compute weights that it sends to the device.
+        states_up, states_down: of main weights and states, if the device updates them.
+    """
+
+    host: float
+    weights_up: float
+    states_up: float
+    states_down: float
+
+    @property
+    def _lines(self) -> tuple[tuple[float, float], ...]:
+        """The seconds of each lane at the fractions 0 and 1. Between these they are straight."""
+        return (self.host, 0.0), (self.weights_up, self.states_up), (0.0, self.states_down)
+
+    def seconds(self, fraction: float) -> float:
+        """Of a step after the norm is known, where the device updates a fraction."""
+        return max(begin * (1 - fraction) + end * fraction for begin, end in self._lines)
+
+    def at_rates_of(self, host: float, up: float, fraction: float) -> PassTimes:
+        """The times of whole passes at the rates of a step in which both passes ran.
+
+        Args:
+            host, up: seconds of the step's pass on the host, and of all its copies up.
+            fraction: that the device updated in it.
+        """
+        if not 0 < fraction < 1:
+            return self
+        rest = 1 - fraction
+        # The weights and gradients of the host's pass are on the same lanes, at the same rate.
+        expected = self.weights_up * rest + self.states_up * fraction
+        slower = up / expected if expected else 1.0
+        return PassTimes(
+            host / rest,
+            self.weights_up * slower,
+            self.states_up * slower,
+            self.states_down * slower,
+        )
+
+    def balanced(self) -> float:
+        """The fraction with the shortest step; 0 where no fraction gains a twentieth."""
+        # The longest of straight lines is the shortest where two of them cross, or at an end.
+        crossings = [0.0, 1.0]
+        for one, other in itertools.combinations(self._lines, 2):
+            before, after = one[0] - other[0], other[1] - one[1]
+            if before * after > 0:
+                crossings.append(before / (before + after))
+        best = min(crossings, key=self.seconds)
+        return best if self.seconds(0.0) >= _LEAST_GAIN * self.seconds(best) else 0.0
+
+
 class SplitChooser:
     """Finds the fraction in the first steps: all on the host, all on the device, and the balance of
-    both, whose rates differ since they share the memory's bandwidth.
+    both, whose rates differ since they share the memory's bandwidth. Where they share so much of it
+    that the balance is slower than one of them alone, the faster one has all.
 
     Attributes:
         fraction: of the next step.
@@ -95,15 +153,28 @@ class SplitChooser:
             times = PassTimes(host, weights_up, seconds[H2D], seconds[D2H])
         else:
             times = self._times.at_rates_of(seconds[HOST], seconds[H2D], fraction)
-        self._times = _slowest(times, mesh)
+        alone, self._times = self._times, _slowest(times, mesh)
         self.fraction = self._times.balanced()
         if self.is_done:
+            self.fraction = _fastest(alone, self._times, self.fraction)
             logger.info(
                 "host pass %.3g s, states up %.3g s and down %.3g s: the device updates %.0f %% of "
                 "the elements in host memory, and passes take %.3g s instead of %.3g s",
                 *(times.host, times.states_up, times.states_down, 100 * self.fraction),
-                *(self._times.seconds(self.fraction), self._times.seconds(0.0)),
+                *(_seconds(alone, self._times, self.fraction), alone.seconds(0.0)),
             )
+
+
+def _seconds(alone: PassTimes, together: PassTimes, fraction: float) -> float:
+    """Of a step after the norm: with all elements in one pass, or in both together."""
+    return (together if 0 < fraction < 1 else alone).seconds(fraction)
+
+
+def _fastest(alone: PassTimes, together: PassTimes, balance: float) -> float:
+    """The fastest of three fractions; 0 where that gains less than a twentieth."""
+    best = min((balance, 1.0), key=lambda fraction: _seconds(alone, together, fraction))
+    gain = alone.seconds(0.0) / max(_seconds(alone, together, best), 1e-9)
+    return best if gain >= _LEAST_GAIN else 0.0
 
 
 def _slowest(times: PassTimes, mesh: DeviceMesh | None) -> PassTimes:

@@ -190,3 +190,15 @@ def test_the_projects_own_comparison_can_be_read_and_cites_pages_that_exist() ->
     assert len(pages) == len(comparison.properties)
     assert [page for page in pages if not (ROOT / page).is_file()] == []
     assert all(source.startswith("https://") for source in sources if source not in pages)
+
+
+def test_a_result_without_measurements_shows_its_computed_table(tmp_path):
+    computed = {"header": ["machine", "step"], "rows": [["one", "1.2x"]]}
+    ratios = [Ratio("with a bar", 1.0, at_most=1.1), Ratio("plain", 2.0)]
+    write_result_file(tmp_path, "one", ratios=ratios, facts={"computed_table": computed})
+    first, _, row, _, *bars, _, last = benchmark_block(
+        stored_results(tmp_path)["one"], ""
+    ).splitlines()
+    assert (first, row) == ("| machine | step |", "| one | 1.2x |")
+    assert [bar.split(" | ")[0] for bar in bars] == ["| ratio", "|---|---|---|---|", "| with a bar"]
+    assert last.startswith("Computed, not measured")

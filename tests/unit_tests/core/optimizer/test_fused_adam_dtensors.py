@@ -29,6 +29,7 @@ from megatron.core.distributed.fsdp import (
 )
 from megatron.core.dtensors import local_tensor
 from megatron.core.optimizer.fused_adam import FusedAdam
+from megatron.core.optimizer.rules import UpdateRule
 from megatron.core.optimizer.state_tensors import like
 from tests.helpers.ranks import on_ranks, run_ranks
 from tests.unit_tests.core.optimizer.helpers.adam_runs import (
@@ -289,9 +290,9 @@ def test_the_states_of_a_group_are_one_buffer_and_its_step_is_one_pass() -> None
     seen: list[int] = []
     run = optimizer._run
 
-    def counted(pieces: Any, grad_scale: float) -> None:
+    def counted(rule: UpdateRule, pieces: Any, grad_scale: float) -> None:
         seen.append(len(pieces))
-        run(pieces, grad_scale)
+        run(rule, pieces, grad_scale)
 
     optimizer._run = counted
     assert sum(step.gradient.numel() > 0 for step in optimizer.plan_step().parameters) == 4

@@ -163,8 +163,12 @@ CHEAP = {
         parallel={"main_grads_dtype": "fp32"}, freeze=("embedding",)
     ).on_host(1.0),
     "ZeRO-1": Case(MIXTURE, ZERO1),
+    "Muon, experts divided": Case(MIXTURE, EP2, {"optimizer": "muon"}),
     "dense, half on the host, updated by the device": Case().on_host(
         0.5, overlap_cpu_optimizer_d2h_h2d=True, optimizer_update_on_device=1.0
+    ),
+    "dense, half on the host, some updated early": Case().on_host(
+        0.5, overlap_cpu_optimizer_d2h_h2d=True, optimizer_early_update_gib=3e-5
     ),
 }
 WIDE = {
@@ -197,6 +201,10 @@ WIDE = {
     "momentum": Case(optimizer={"optimizer": "sgd"}),
     "momentum on the host": Case().on_host(0.5, optimizer="sgd"),
     "Lion": Case(HYBRID).on_host(0.5, optimizer="lion", exp_avg_dtype="bf16"),
+    "Muon": Case(HYBRID, optimizer={"optimizer": "muon", "exp_avg_dtype": "bf16"}),
+    "Muon, frozen": Case(LATENT, ZERO2, {"optimizer": "muon"}, freeze=("decoder.layers.1.mlp",)),
+    "Muon, FSDP2": Case(MIXTURE, FSDP2, {"optimizer": "muon"}),
+    "Muon, HFSDP": Case(optimizer={"optimizer": "muon"}, parallel=HFSDP),
     "no momentum": Case(optimizer={"optimizer": "sgd", "sgd_momentum": 0.0}),
     "PyTorch's AdamW": Case(optimizer={"gpu_optimizer": "torch"}),
     "FSDP2": Case(parallel=FSDP2),

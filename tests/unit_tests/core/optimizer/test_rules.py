@@ -326,6 +326,6 @@ def test_adam_tries_its_kernel_while_the_optimizer_is_built(works, monkeypatch):
     monkeypatch.setattr(rule_optimizer, "kinds_of_accelerators", lambda: ["meta"])
     optimizer = RuleOptimizer([torch.zeros(3, device="meta")], Adam(), lr=0.1)
     assert tried == ["meta"]
-    kernel = optimizer._kernel(torch.device("meta"))
+    kernel = optimizer._kernel(Adam(), torch.device("meta"))
     assert kernel is (device_adam.run if works else torch_adam.run)
     assert tried == ["meta"], "once"

@@ -11,8 +11,11 @@ from hypothesis import strategies as st
 from torch.distributed.device_mesh import init_device_mesh
 
 from megatron.core.lane_timings import D2H, H2D, HOST
-from megatron.core.optimizer.cpu_offloading.update_split import SplitChooser, interleaved
-from megatron.core.optimizer.pass_times import PassTimes
+from megatron.core.optimizer.cpu_offloading.update_split import (
+    PassTimes,
+    SplitChooser,
+    interleaved,
+)
 from tests.helpers.ranks import run_ranks
 
 SECONDS = st.floats(0.0, 1e3)
@@ -110,3 +113,15 @@ def test_nine_steps_find_the_balance_of_the_slowest_rank_on_all_ranks():
     expected = 7 / (7 + 6)
     assert first[5:] == pytest.approx([expected] * 4)
     assert num_waits == 3
+
+
+@pytest.mark.parametrize(("states", "expected"), [(3.5, 1.0), (3.9, 0.0), (6.0, 0.0)])
+def test_where_both_passes_share_all_of_the_memory_the_faster_one_has_all(states, expected):
+    # Together, each takes as long as both would take one after the other.
+    chooser = SplitChooser()
+    while not chooser.is_done:
+        own = chooser.fraction
+        total = 4 * (1 - own) + states * own
+        times = {0.0: (4.0, 1.0, 0.0), 1.0: (0.0, states, states)}.get(own, (total,) * 3)
+        chooser.step_ended(_Step(*times), own, lambda: None, None)
+    assert chooser.fraction == expected

@@ -1,0 +1,340 @@
+"""The steps of matrices, whose rows may be on several ranks: `Muon` for tensors and DTensors.
+
+A step has three phases for each batch of parameters:
+
+    1  elementwise      update the momentum, write what is to be orthogonalized, in bf16
+       all-to-all       rows -> whole matrices on their owners, see matrix_owners.py
+    2  by matrix        orthogonalize
+       all-to-all       the way back, in the same memory
+    3  elementwise      decay the weight, add the result
+
+The collectives of a batch are asynchronous, and batches overlap: while the rows of one travel, the
+matrices of the one before it are orthogonalized.
+
+    batch 0    1  ->  2  ->  3
+    batch 1           1  ->  2  ->  3
+    batch 2                  1  ->  2  ->  3
+
+A matrix is copied to new memory before it is orthogonalized, wherever its rows came from, so its
+result has the same bits for any number of ranks. A rank sends each of its rows up to two times in
+bf16: to the owner, and back. So of P elements on N ranks it sends about 4 P / N bytes, if the costs
+of matrices can be balanced, and receives as many.
+
+All ranks have the same batches in the same order, whatever readers hold a rank's states back: see
+[Note: order of exchanges] in distributed/experts.py. A gradient that only some ranks have is found
+before the step, by `CollectiveHistory`.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from megatron.core.distributed.fsdp.parameter_group import group_of
+from megatron.core.distributed.fsdp.uneven_rows import rows_at
+from megatron.core.dtensors import local_tensor
+from megatron.core.issued_collectives import issuing
+from megatron.core.mesh import group_over, ranks_over
+from megatron.core.optimizer.kernels.newton_schulz import MuonStep, orthogonalize
+from megatron.core.optimizer.kernels.piece import Kernel
+from megatron.core.optimizer.matrix_owners import Division, HeldMatrices, Segment, divide
+from megatron.core.optimizer.rule_states import LocalArray, PlannedUpdates, Update, carry_out, plan
+
+# Of a batch on each rank: 64 MiB in bf16. All ranks together have enough matrices then.
+_MOST_NUMEL = 1 << 25
+_USUAL_BATCHES = 4  # about as many if there is little to exchange, so that they can overlap
+_NUM_SLOTS = 3  # batches that are under way at a time
+
+
+class MatrixStep(NamedTuple):
+    """The step of a parameter [rows, columns].
+
+    Attributes:
+        num_rows: of each of the matrices that are stacked in it.
+        arrays: of the step, as `RuleStates.arrays` returns them.
+    """
+
+    parameter: torch.Tensor
+    num_rows: tuple[int, ...]
+    scalars: MuonStep
+    arrays: Mapping[str, LocalArray]
+
+
+class _Route(NamedTuple):
+    """The ways of the rows of some parameters, in any step.
+
+    Attributes:
+        steps: the parameters' indices.
+        group: of the ranks that exchange rows, in which a place is a rank; None: this rank alone.
+        own: this rank's place.
+        sent, received: this rank's segments, in the order of the messages.
+        sent_numels, received_numels: the sizes of the messages to and from each place.
+    """
+
+    steps: list[int]
+    group: dist.ProcessGroup | None
+    own: int
+    held: list[HeldMatrices]
+    division: Division
+    sent: list[Segment]
+    received: list[Segment]
+    sent_numels: list[int]
+    received_numels: list[int]
+
+
+class MatrixBatch(NamedTuple):
+    """Parameters whose rows travel together.
+
+    Attributes:
+        scalars: of each parameter.
+        buffer: [sum of `route.sent_numels`] bf16: what is sent, and the results that come back.
+        update, add: the elementwise phases.
+    """
+
+    parameters: list[torch.Tensor]
+    scalars: list[MuonStep]
+    route: _Route
+    buffer: torch.Tensor
+    update: PlannedUpdates
+    add: PlannedUpdates
+
+
+def check_matrices(parameter: torch.Tensor, num_rows: Sequence[int] | None) -> tuple[int, ...]:
+    """The rows of the matrices in a parameter.
+
+    Args:
+        num_rows: of each; None: the parameter is one matrix.
+
+    Raises:
+        ValueError: for a parameter without two dims, and for rows that are not all of its rows.
+    """
+    shape = tuple(parameter.shape)
+    if len(shape) != 2:
+        raise ValueError(
+            f"Expected matrices in a group of Muon, got a parameter of {shape}. Put it into a "
+            "group with use_muon=False."
+        )
+    found = shape[:1] if num_rows is None else tuple(map(int, num_rows))
+    if sum(found) != shape[0] or min(found, default=1) < 1:
+        raise ValueError(f"Expected matrix_rows of {shape[0]} rows in all, got {found}.")
+    return found
+
+
+class MatrixPass:
+    """Plans and carries out steps of matrices. Keeps their routes for the next step."""
+
+    def __init__(self) -> None:
+        self._steps: list[MatrixStep] = []
+        self._routes: list[_Route] = []
+
+    def plan(self, steps: Sequence[MatrixStep]) -> list[MatrixBatch]:
+        """The batches of a step, in the order of all ranks. Reads and writes no array.
+
+        Raises:
+            ValueError: for a matrix of which other ranks on a kept axis hold some rows.
+            NotImplementedError: for DTensors that are not cut between rows.
+        """
+        if [*map(_identity, steps)] != [*map(_identity, self._steps)]:
+            self._routes = _routes(steps)
+            # Without gradients, which would be kept in memory.
+            self._steps = [step._replace(arrays={}) for step in steps]
+
+        # Batches that are not under way at the same time share memory.
+        sizes = [sum(route.sent_numels) for route in self._routes]
+        memory: dict[tuple[int, torch.device], torch.Tensor] = {}
+        found = []
+        for number, (route, numel) in enumerate(zip(self._routes, sizes, strict=True)):
+            own = [steps[index] for index in route.steps]
+            slot, device = number % _NUM_SLOTS, local_tensor(own[0].parameter).device
+            if (slot, device) not in memory:
+                most = max(sizes[slot::_NUM_SLOTS])
+                memory[slot, device] = torch.empty(most, dtype=torch.bfloat16, device=device)
+            found.append(_batch(route, own, memory[slot, device][:numel]))
+        return found
+
+    def run(
+        self,
+        batches: Sequence[MatrixBatch],
+        grad_scale: float,
+        kernel: Kernel,
+        begin: Callable[[MatrixBatch], None],
+    ) -> None:
+        """Carries out all batches. All ranks call it together.
+
+        Args:
+            begin: called with each batch before its states are touched.
+        """
+        arriving: dict[int, Callable[[], torch.Tensor]] = {}
+        returning: dict[int, Callable[[], torch.Tensor]] = {}
+        for number in range(len(batches) + 2):
+            if number < len(batches):
+                begin(batches[number])
+                carry_out(batches[number].update, grad_scale, kernel)
+                arriving[number] = _send(batches[number])
+            if number - 1 in arriving:
+                matrices = arriving.pop(number - 1)()
+                _orthogonalize(batches[number - 1], matrices)
+                returning[number - 1] = _return(batches[number - 1], matrices)
+            if number - 2 in returning:
+                returning.pop(number - 2)()
+                carry_out(batches[number - 2].add, 1.0, kernel)
+
+
+def _identity(step: MatrixStep) -> tuple[int, tuple[int, ...]]:
+    return id(step.parameter), step.num_rows
+
+
+def _routes(steps: Sequence[MatrixStep]) -> list[_Route]:
+    # By ranks and device, in the order in which they come first, which is the same on all ranks.
+    together: dict[tuple[dist.ProcessGroup | None, torch.device], dict[int, HeldMatrices]] = {}
+    for index, step in enumerate(steps):
+        group, rows = _rows_by_place(step.parameter)
+        held = HeldMatrices(step.num_rows, step.parameter.shape[1], rows)
+        key = (group, local_tensor(step.parameter).device)
+        together.setdefault(key, {})[index] = held
+
+    found = []
+    for (group, _), parameters in together.items():
+        num_places = len(next(iter(parameters.values())).rows_at)
+        loads = [0] * num_places
+        ends = [*itertools.accumulate(held.numel for held in parameters.values())]
+        most = min(_MOST_NUMEL * num_places, -(-ends[-1] // _USUAL_BATCHES))
+        numbers = {index: (end - 1) // most for index, end in zip(parameters, ends, strict=True)}
+        for _, run in itertools.groupby(parameters, key=numbers.__getitem__):
+            found.append(_route({index: parameters[index] for index in run}, group, loads))
+    return found
+
+
+def _route(
+    parameters: Mapping[int, HeldMatrices], group: dist.ProcessGroup | None, loads: list[int]
+) -> _Route:
+    held, own = [*parameters.values()], 0 if group is None else dist.get_rank(group)
+    division = divide(held, loads)
+    sent, received = division.sent(own), division.received(own)
+    sent_numels, received_numels = [0] * len(loads), [0] * len(loads)
+    for segment in sent:
+        sent_numels[division.owners[segment.matrix]] += division.numel(segment)
+    for segment in received:
+        received_numels[segment.place] += division.numel(segment)
+    return _Route(
+        [*parameters], group, own, held, division, sent, received, sent_numels, received_numels
+    )
+
+
+def _rows_by_place(
+    parameter: torch.Tensor,
+) -> tuple[dist.ProcessGroup | None, tuple[range, ...]]:
+    """The group of ranks that share the rows of a parameter, and the rows that each has."""
+    if not isinstance(parameter, DTensor):
+        return None, (range(parameter.shape[0]),)
+
+    mesh, fsdp_group = parameter.device_mesh, group_of(parameter)
+    coordinate = mesh.get_coordinate()
+    assert coordinate is not None, "an optimizer is made by ranks of the mesh"
+    # A matrix is on one place of a kept axis, as an expert is.
+    kept = (False,) * mesh.ndim if fsdp_group is None else fsdp_group.placements.is_kept
+    axes = [
+        axis
+        for axis, placement in enumerate(parameter.placements)
+        if placement.is_shard() and not kept[axis] and mesh.size(axis) > 1
+    ]
+    if not axes:
+        return None, (rows_at(parameter, coordinate),)
+
+    group = group_over(mesh, axes)
+    found = {}
+    cuts = itertools.product(*(range(mesh.size(axis)) for axis in axes))
+    for rank, places in zip(ranks_over(mesh, axes), cuts, strict=True):
+        own = dict(zip(axes, places, strict=True))
+        at = [own.get(axis, place) for axis, place in enumerate(coordinate)]
+        found[dist.get_group_rank(group, rank)] = rows_at(parameter, at)
+    return group, tuple(found[place] for place in range(len(found)))
+
+
+def _batch(route: _Route, steps: Sequence[MatrixStep], buffer: torch.Tensor) -> MatrixBatch:
+    updates, additions = [], []
+    for segment, travelling in zip(route.sent, _rows_in(buffer, route, route.sent), strict=True):
+        matrix = route.division.matrices[segment.matrix]
+        step, rows = steps[matrix.parameter], route.held[matrix.parameter].rows_at[route.own]
+        first = matrix.first_row + segment.first_row - rows.start
+        arrays = {
+            name: LocalArray(array.tensor.narrow(0, first, segment.num_rows))
+            for name, array in step.arrays.items()
+        }
+        inputs = {name: arrays.pop(name) for name in ("grad", "momentum_buffer")}
+        updates.append(Update(step.scalars, {**inputs, "weight": LocalArray(travelling)}))
+        addition = step.scalars.addition(matrix.num_rows, matrix.num_columns)
+        additions.append(Update(addition, {**arrays, "grad": LocalArray(travelling)}))
+    parameters, scalars = [step.parameter for step in steps], [step.scalars for step in steps]
+    return MatrixBatch(parameters, scalars, route, buffer, plan(updates), plan(additions))
+
+
+def _rows_in(
+    buffer: torch.Tensor, route: _Route, segments: Sequence[Segment]
+) -> Iterator[torch.Tensor]:
+    """The places of segments in a buffer, as [rows, columns]."""
+    numels = [route.division.numel(segment) for segment in segments]
+    for segment, part in zip(segments, buffer.split(numels), strict=True):
+        yield part.view(segment.num_rows, -1)
+
+
+def _orthogonalize(batch: MatrixBatch, received: torch.Tensor) -> None:
+    """Replaces all matrices by their orthogonalizations, where they were received."""
+    route = batch.route
+    parts: dict[int, list[tuple[Segment, torch.Tensor]]] = {}
+    places = _rows_in(received, route, route.received)
+    for segment, place in zip(route.received, places, strict=True):
+        parts.setdefault(segment.matrix, []).append((segment, place))
+
+    for number, own in parts.items():
+        parameter, _, *shape = route.division.matrices[number]
+        # With separate memory always, whose alignment may decide which kernel multiplies.
+        matrix = received.new_empty(shape)
+        for segment, place in own:
+            matrix.narrow(0, segment.first_row, segment.num_rows).copy_(place)
+        result = orthogonalize(matrix, batch.scalars[parameter])
+        for segment, place in own:
+            place.copy_(result.narrow(0, segment.first_row, segment.num_rows))
+
+
+def _send(batch: MatrixBatch) -> Callable[[], torch.Tensor]:
+    route = batch.route
+    if route.group is None:
+        return lambda: batch.buffer
+    received = batch.buffer.new_empty(sum(route.received_numels))
+    sizes = (route.sent_numels, route.received_numels)
+    return _exchange(batch.buffer, received, *sizes, route.group)
+
+
+def _return(batch: MatrixBatch, matrices: torch.Tensor) -> Callable[[], torch.Tensor]:
+    route = batch.route
+    if route.group is None:
+        return lambda: matrices
+    sizes = (route.received_numels, route.sent_numels)
+    return _exchange(matrices, batch.buffer, *sizes, route.group)
+
+
+def _exchange(
+    sent: torch.Tensor,
+    received: torch.Tensor,
+    sent_numels: list[int],
+    received_numels: list[int],
+    group: dist.ProcessGroup,
+) -> Callable[[], torch.Tensor]:
+    """Starts an exchange. Returns a function that waits for it and returns `received`."""
+    work = dist.all_to_all_single(
+        received, sent, received_numels, sent_numels, group=group, async_op=True
+    )
+
+    def wait() -> torch.Tensor:
+        # This function keeps what is sent alive, too.
+        with issuing(f"all-to-all of {sent.numel()} elements of matrices", received):
+            work.wait()
+        return received
+
+    return wait

@@ -1,0 +1,70 @@
+"""Runs with Muon: the log says what it updates, and they resume to the bit, on any ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.functional_tests.helpers.runs import losses, train
+
+MUON = (
+    "--optimizer muon --num-layers 2 --normalization RMSNorm --swiglu --ffn-hidden-size 24 "
+    "--disable-bias-linear --attention-dropout 0 --hidden-dropout 0 --lr-decay-iters 4 "
+    "--muon-extra-scale-factor 2"
+).split()
+ENGINES = {
+    "megatron_fsdp": [],
+    "experts": (
+        "--num-experts 4 --moe-ffn-hidden-size 6 --moe-aux-loss-coeff 0 "
+        "--expert-model-parallel-size 2"
+    ).split(),
+    "torch_fsdp2": ["--use-torch-fsdp2"],
+}
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_run_resumes_to_the_bit_and_on_another_number_of_ranks(engine: str, tmp_path: Path):
+    flags = [*MUON, *ENGINES[engine], "--bf16"]
+    alone = [*flags, *(["--expert-model-parallel-size", "1"] if engine == "experts" else [])]
+    whole, parts, other = (tmp_path / f"{name}.jsonl" for name in ("whole", "parts", "other"))
+    log = train(*flags, "--metrics-jsonl", whole, world_size=2)
+    expected = losses(whole)
+    assert len(set(expected.values())) == 4
+    table = {line.split()[0]: line.split()[1] for line in log.splitlines() if " x " in line}
+    assert table["decoder.layers.*.self_attention.linear_qkv.weight"] == "muon"
+    assert table["embedding.word_embeddings.weight"] == "adam"
+
+    checkpoints = tmp_path / "checkpoints"
+    save = ["--save", checkpoints, "--save-interval", "2", "--metrics-jsonl", parts]
+    train(*flags, *save, "--exit-interval", "2", world_size=2)
+    train(*alone, "--load", checkpoints, "--metrics-jsonl", other)
+    train(*flags, *save, world_size=2)
+    assert losses(parts) == expected
+    continued = losses(other)
+    assert set(continued) == {3, 4}, "it continued from the checkpoint"
+    assert continued == pytest.approx({n: expected[n] for n in continued}, rel=1e-3)
+
+
+def test_each_flag_of_muon_changes_what_is_computed(tmp_path: Path):
+    seen = set()
+    changes = (
+        [],
+        ["--muon-momentum", "0.5"],
+        ["--no-muon-nesterov"],
+        ["--muon-num-ns-steps", "2"],
+        ["--muon-coefficient-type", "quintic"],
+        ["--muon-coefficient-type", "polar_express"],
+        ["--muon-scale-mode", "original"],
+        ["--muon-scale-mode", "spectral"],
+        ["--muon-extra-scale-factor", "3"],
+        ["--muon-split-heads"],
+        ["--adam-beta1", "0.5"],
+        ["--adam-eps", "1e-3"],
+        ["--optimizer", "adam", "--muon-extra-scale-factor", "1"],
+    )
+    for number, change in enumerate(changes):
+        metrics = tmp_path / f"{number}.jsonl"
+        train(*MUON, *change, "--metrics-jsonl", metrics)
+        seen.add(tuple(losses(metrics).values()))
+    assert len(seen) == len(changes)

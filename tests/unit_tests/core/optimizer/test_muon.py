@@ -1,0 +1,305 @@
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.core.optimizer import matrix_pass
+from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDeviceOptimizer
+from megatron.core.optimizer.kernels.newton_schulz import MuonStep
+from megatron.core.optimizer.rule_optimizer import RuleOptimizer
+from megatron.core.optimizer.rules import SGD, Adam, Muon
+
+BF16, F32 = torch.bfloat16, torch.float32
+MATRICES = ((64, 64), (32, 128), (128, 48), (1, 64), (64, 1))
+OTHERS = ((128,), (96, 32))
+OPTIONS = {"lr": 0.01, "weight_decay": 0.1}
+
+
+def parameters(shapes: tuple[tuple[int, ...], ...], dtype: torch.dtype = F32) -> list[Any]:
+    generator = torch.Generator().manual_seed(0)
+    return [
+        torch.nn.Parameter(torch.randn(shape, generator=generator).mul_(0.1).to(dtype))
+        for shape in shapes
+    ]
+
+
+def give_gradients(own: list[Any], number: int, factor: float = 1.0) -> None:
+    generator = torch.Generator().manual_seed(100 + number)
+    for parameter in own:
+        values = torch.randn(parameter.shape, generator=generator)
+        parameter.grad = (values * factor).to(parameter.dtype)
+
+
+def groups_of(matrices: list[Any], others: list[Any], **options: Any) -> list[dict[str, Any]]:
+    return [
+        {"params": matrices, **options},
+        {"params": others, "use_muon": False, "weight_decay": 0.2},
+    ]
+
+
+def relative(found: torch.Tensor, expected: torch.Tensor) -> float:
+    difference = (found.detach() - expected.detach()).norm()
+    return float(difference / expected.detach().norm())
+
+
+@pytest.mark.parametrize("nesterov", [True, False])
+@pytest.mark.parametrize("scale_mode", ["match_rms_adamw", "original"])
+@pytest.mark.parametrize("factor", [1.0, 0.25])
+def test_fifty_steps_are_those_of_torchs_muon_and_adamw(nesterov, scale_mode, factor):
+    """`factor`: clipping, as a factor that is applied while gradients are read."""
+    matrices, others = parameters(MATRICES), parameters(OTHERS)
+    their_matrices, their_others = parameters(MATRICES), parameters(OTHERS)
+    options = groups_of(matrices, others, nesterov=nesterov, scale_mode=scale_mode)
+    ours = RuleOptimizer(options, Muon(), **OPTIONS)
+    muon = torch.optim.Muon(their_matrices, **OPTIONS, nesterov=nesterov, adjust_lr_fn=scale_mode)
+    adamw = torch.optim.AdamW(their_others, lr=0.01, weight_decay=0.2)
+    for number in range(50):
+        give_gradients(matrices + others, number, 1 / factor)
+        give_gradients(their_matrices + their_others, number)
+        ours.step(grad_scale=factor)
+        muon.step()
+        adamw.step()
+        for own, theirs in zip(matrices, their_matrices, strict=True):
+            assert relative(own, theirs) < 1e-6, number
+            buffer = muon.state[theirs]["momentum_buffer"]
+            assert torch.equal(ours.state[own]["momentum_buffer"], buffer)
+        for own, theirs in zip(others, their_others, strict=True):
+            assert relative(own, theirs) < 1e-6, number
+    assert {*ours.state[matrices[0]]} == {"step", "momentum_buffer"}
+    assert {*ours.state[others[0]]} == {"step", "exp_avg", "exp_avg_sq"}
+    assert ours.state[matrices[0]]["step"] == 50
+
+
+@pytest.mark.parametrize("as_remainders", [False, True])
+def test_bf16_weights_are_rounded_from_those_of_a_run_in_fp32(as_remainders):
+    own, other = parameters(MATRICES, BF16), parameters(MATRICES, BF16)
+    wide = [torch.nn.Parameter(p.detach().float()) for p in other]
+    ours = RuleOptimizer(
+        own, Muon(), master_weights=True, store_param_remainders=as_remainders, **OPTIONS
+    )
+    theirs = torch.optim.Muon(wide, **OPTIONS, adjust_lr_fn="match_rms_adamw")
+    for number in range(50):
+        give_gradients(own, number)
+        for narrow, main in zip(own, wide, strict=True):
+            main.grad = narrow.grad.float()
+        ours.step()
+        theirs.step()
+    for narrow, main in zip(own, wide, strict=True):
+        master = ours.state[narrow]["master_param"]
+        if not as_remainders:
+            assert relative(master, main) < 1e-6
+            assert torch.equal(narrow, master.to(BF16))
+        assert relative(narrow.float(), main) < 2**-8
+
+
+class Counter:
+    """Stands in for `orthogonalize` and records the shapes that it gets."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.shapes: list[tuple[int, ...]] = []
+        self._original = matrix_pass.orthogonalize
+        monkeypatch.setattr(matrix_pass, "orthogonalize", self)
+
+    def __call__(self, matrix: torch.Tensor, step: MuonStep) -> torch.Tensor:
+        assert matrix.is_contiguous()
+        assert matrix.dtype == BF16
+        self.shapes.append(tuple(matrix.shape))
+        return self._original(matrix, step)
+
+
+def test_each_matrix_of_a_stack_is_orthogonalized_once_a_step_and_by_itself(monkeypatch):
+    counter = Counter(monkeypatch)
+    fused, single = parameters(((24, 16), (8, 16)))
+    rows = (12, 8, 4)
+    optimizer = RuleOptimizer(
+        [{"params": [fused, single], "matrix_rows": [rows, (8,)]}], Muon(), **OPTIONS
+    )
+    apart = [torch.nn.Parameter(part.clone()) for part in fused.detach().split(rows)]
+    separate = RuleOptimizer(apart, Muon(), **OPTIONS)
+    unsplit = [torch.nn.Parameter(fused.detach().clone())]
+    whole = RuleOptimizer(unsplit, Muon(), **OPTIONS)
+    for number in range(3):
+        counter.shapes.clear()
+        give_gradients([fused, single], number)
+        for part, gradient in zip(apart, fused.grad.split(rows), strict=True):
+            part.grad = gradient
+        unsplit[0].grad = fused.grad.clone()
+        optimizer.step()
+        assert sorted(counter.shapes) == [(4, 16), (8, 16), (8, 16), (12, 16)]
+        separate.step()
+        whole.step()
+    assert torch.equal(fused, torch.cat(apart))
+    assert relative(unsplit[0], fused) > 1e-3, "what an unsplit weight would get"
+
+
+def test_tensors_of_any_strides_take_the_same_step():
+    (plain,) = parameters(((24, 16),))
+    turned = torch.nn.Parameter(plain.detach().T.contiguous().T)
+    assert not turned.is_contiguous()
+    for each in (plain, turned):
+        optimizer = RuleOptimizer([each], Muon(torch.bfloat16), **OPTIONS)
+        for number in range(3):
+            give_gradients([each], number)
+            optimizer.step()
+    assert torch.equal(plain, turned)
+
+
+def test_parameters_without_a_gradient_and_frozen_ones_rest(monkeypatch):
+    counter = Counter(monkeypatch)
+    matrices = parameters(MATRICES)
+    matrices[0].requires_grad_(False)
+    optimizer = RuleOptimizer(matrices, Muon(), **OPTIONS)
+    before = [parameter.detach().clone() for parameter in matrices]
+    give_gradients(matrices[2:], 0)
+    optimizer.step()
+    assert sorted(counter.shapes) == sorted(MATRICES[2:])
+    for index, (old, new) in enumerate(zip(before, matrices, strict=True)):
+        assert torch.equal(old, new) == (index < 2)
+    assert optimizer.state[matrices[0]] == {}
+    assert optimizer.state[matrices[1]]["step"] == 0
+
+    # Other parameters take the next step.
+    counter.shapes.clear()
+    optimizer.zero_grad()
+    give_gradients(matrices[1:3], 1)
+    optimizer.step()
+    assert sorted(counter.shapes) == sorted(MATRICES[1:3])
+    assert [int(optimizer.state[p]["step"]) for p in matrices[1:]] == [1, 2, 1, 1]
+
+
+def test_parameters_put_into_the_groups_later_get_the_rules_of_these():
+    """As programs do that shard a model after they have built its optimizer."""
+    runs = []
+    for are_put_later in (False, True):
+        matrices, others = parameters(MATRICES), parameters(OTHERS)
+        given = (parameters(MATRICES), parameters(OTHERS)) if are_put_later else (matrices, others)
+        optimizer = RuleOptimizer(groups_of(*given), Muon(), **OPTIONS)
+        optimizer.param_groups[0]["params"] = matrices
+        optimizer.param_groups[1]["params"] = others
+        give_gradients(matrices + others, 0)
+        optimizer.step()
+        assert {*optimizer.state[others[0]]} == {"step", "exp_avg", "exp_avg_sq"}
+        runs.append(matrices + others)
+    assert all(map(torch.equal, *runs))
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_a_gradient_that_is_not_finite_shows_in_its_matrix_only(value):
+    first, second = parameters(((8, 8), (8, 8)))
+    give_gradients([first, second], 0)
+    first.grad[3, 3] = value
+    RuleOptimizer([first, second], Muon(), **OPTIONS).step()
+    assert not first.isfinite().any()
+    assert second.isfinite().all()
+
+
+def test_a_plan_is_used_by_its_step_and_planned_again_when_options_change():
+    own, other = parameters(MATRICES), parameters(MATRICES)
+    ours, theirs = (RuleOptimizer(each, Muon(), **OPTIONS) for each in (own, other))
+    for number in range(3):
+        give_gradients(own, number)
+        give_gradients(other, number)
+        planned = ours.plan_step()
+        for optimizer in (ours, theirs):
+            optimizer.param_groups[0]["momentum"] = 0.9 if number == 1 else 0.95
+        ours.step(grad_scale=0.5, planned=planned)
+        theirs.step(grad_scale=0.5)
+    assert all(map(torch.equal, own, other))
+
+
+def test_states_load_into_the_rules_that_their_groups_have():
+    matrices, others = parameters(MATRICES), parameters(OTHERS)
+    ours = RuleOptimizer(groups_of(matrices, others), Muon(), **OPTIONS)
+    give_gradients(matrices + others, 0)
+    ours.step()
+    saved = copy.deepcopy(ours.state_dict())
+
+    fresh = RuleOptimizer(groups_of(matrices, others), Muon(), lr=1.0)
+    fresh.load_state_dict(saved)
+    assert fresh.param_groups[0]["lr"] == 0.01
+    for parameter in matrices + others:
+        assert fresh.state[parameter].keys() == ours.state[parameter].keys()
+        for name, state in ours.state[parameter].items():
+            assert torch.equal(fresh.state[parameter][name], state)
+
+    swapped = RuleOptimizer(groups_of(matrices, others[1:] + others[:1]), Muon())
+    saved["param_groups"][1]["use_muon"] = True
+    for optimizer in (fresh, swapped):
+        with pytest.raises(ValueError, match=r"exp_avg|adam"):
+            optimizer.load_state_dict(saved)
+
+
+def test_a_copy_of_the_optimizer_steps_as_the_original():
+    matrices, others = parameters(MATRICES), parameters(OTHERS)
+    optimizer = RuleOptimizer(groups_of(matrices, others), Muon(), **OPTIONS)
+    give_gradients(matrices + others, 0)
+    optimizer.step()
+    copied = copy.deepcopy(optimizer)
+    copies = [p for group in copied.param_groups for p in group["params"]]
+    for own, each in ((matrices + others, optimizer), (copies, copied)):
+        give_gradients(own, 1)
+        each.step()
+    assert all(map(torch.equal, matrices + others, copies))
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"momentum": 1.0}, ValueError, "momentum"),
+        ({"ns_steps": 0}, ValueError, "ns_steps"),
+        ({"scale_mode": "muon"}, ValueError, "muon"),
+        ({"coefficient_type": "cubic"}, ValueError, "cubic"),
+        ({"extra_scale_factor": -1.0}, ValueError, "extra_scale_factor"),
+        ({"adjust_lr_fn": "original"}, TypeError, "adjust_lr_fn"),
+    ],
+    ids=str,
+)
+def test_options_that_muon_cannot_honour_are_rejected(options, error, message):
+    with pytest.raises(error, match=message):
+        RuleOptimizer(parameters(MATRICES), Muon(), **options)
+
+
+@pytest.mark.parametrize(
+    ("shapes", "rows", "message"),
+    [
+        (((8,),), None, "use_muon=False"),
+        (((4, 2, 2),), None, "use_muon=False"),
+        (((8, 4),), [(4, 3)], "8 rows"),
+        (((8, 4),), [(8, 0)], "8 rows"),
+        (((8, 4),), [(8,), (8,)], "1 parameters"),
+    ],
+)
+def test_a_group_without_matrices_is_rejected_instead_of_stepped_otherwise(shapes, rows, message):
+    group = {"params": parameters(shapes), **({} if rows is None else {"matrix_rows": rows})}
+    with pytest.raises(ValueError, match=message):
+        RuleOptimizer([group], Muon())
+    optimizer = RuleOptimizer(parameters(MATRICES), Muon())
+    with pytest.raises(ValueError, match=message):
+        optimizer.add_param_group(group)
+    assert len(optimizer.param_groups) == 1
+
+
+def test_dtypes_with_a_scale_are_rejected():
+    for dtype in (torch.float16, torch.float8_e4m3fn, torch.float64):
+        with pytest.raises(NotImplementedError, match=str(dtype)):
+            Muon(dtype)
+    narrow = parameters(MATRICES, BF16)
+    with pytest.raises(NotImplementedError, match="float16"):
+        RuleOptimizer(narrow, Muon(), master_weights=True, master_weight_dtype=torch.float16)
+    # Those of the other parameters may have one.
+    rule = Muon(scalar=Adam(exp_avg_dtype=torch.float16))
+    others = parameters(OTHERS)
+    give_gradients(others, 0)
+    optimizer = RuleOptimizer([{"params": others, "use_muon": False}], rule)
+    optimizer.step()
+    assert optimizer.state[others[0]]["exp_avg"].dtype == torch.float16
+    assert SGD().part_for({}) == SGD()
+
+
+@pytest.mark.parametrize("fraction", [0.0, 1.0])
+def test_offloaded_states_are_rejected_by_name(fraction):
+    with pytest.raises(NotImplementedError, match="Muon"):
+        HybridDeviceOptimizer(parameters(MATRICES), fraction, rule=Muon())
