@@ -55,8 +55,15 @@ def build_mesh(device_kind: str, num_ranks: int | None = None) -> DeviceMesh:
 
 def build_context_mesh(device_kind: str, num_ranks: int, context_size: int) -> DeviceMesh:
     """A mesh of two axes over the ranks of `build_mesh`; the inner one has `context_size`
-    consecutive ranks, which divide each sequence among them. Parameters do not see it.
+    consecutive ranks, which divide each sequence among them. Parameters are not sharded over it.
+
+    Raises:
+        ValueError: if the ranks cannot be divided into groups of `context_size`.
     """
+    if num_ranks % context_size:
+        raise ValueError(
+            f"Expected a context-parallel size that divides {num_ranks} ranks, got {context_size}."
+        )
     shape = (num_ranks // context_size, context_size)
     return _build(device_kind, shape, (SAMPLES_AXIS, CONTEXT_AXIS))
 

@@ -115,14 +115,15 @@ def measure(run: PlannedRun, folder: str | None) -> Measured:
 def job_of(run: PlannedRun, folder: str | None = None) -> Job:
     """Returns the settings for a run."""
     config = run.config
-    optimizer = config.optimizer
+    optimizer, rule = config.optimizer, rule_of(config.optimizer)
     return Job(
         run.spec,
         run.model.vocab_size,
         config.training.micro_batch_size,
         config.data.seq_length,
         DTYPES[config.training.compute_dtype],
-        rule_of(optimizer),
+        # Of Muon the pass of AdamW: memory bounds all passes, and this takes any shape.
+        rule.part_for({**rule.defaults, "use_muon": False}),
         config.model.recompute_granularity,
         optimizer.host_threads,
         run.world_size,

@@ -13,6 +13,8 @@ from megatron.core.models.gpt.activations import Microbatch
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer.config import AUTO
 from megatron.core.optimizer.cpu_offloading.plan import OffloadPlan
+from megatron.core.optimizer.rules import rule_of
+from megatron.core.optimizer.torch_optimizer import parameter_groups
 from megatron.core.options import ConfigError
 from megatron.core.parts import freeze, split_names
 from megatron.core.transformer.spec import ModelSpec
@@ -96,6 +98,22 @@ class PlannedRun:
     def numel(self) -> int:
         """The number of parameters over all ranks."""
         return sum(parameter.numel() for parameter in self.model.parameters())
+
+    @cached_property
+    def trained_numel(self) -> int:
+        """The number of trained parameters over all ranks."""
+        return sum(p.numel() for p in self.model.parameters() if p.requires_grad)
+
+    @cached_property
+    def state_bytes(self) -> float:
+        """The bytes of a trained element's optimizer states, on average: they may differ."""
+        optimizer, total = self.config.optimizer, 0
+        rule = rule_of(optimizer)
+        for group in parameter_groups(self.model, optimizer):
+            dtypes = rule.part_for({**rule.defaults, **group}).state_dtypes.values()
+            numel = sum(parameter.numel() for parameter in group["params"])
+            total += numel * sum(dtype.itemsize for dtype in dtypes)
+        return total / self.trained_numel
 
     @property
     def num_microbatches(self) -> int:

@@ -86,12 +86,12 @@ def _step(answer: Answer) -> list[str]:
         if seconds or name == "compute"
     ]
     rows.append(("in all", shown_seconds(time.seconds), f"bound by {time.bound}"))
+    if answer.muon_share:
+        relative = "relative to the FLOP of forward and backward, included in compute"
+        rows.append(("Newton-Schulz", f"{answer.muon_share:.1%}", relative))
     if time.update_on_device:
         of_states = "of the states in host memory are updated on the device"
         rows.append(("streamed", f"{time.update_on_device:.0%}", of_states))
-    if answer.muon_share:
-        share = f"{100 * answer.muon_share:.1f} %"
-        rows.append(("Newton-Schulz", share, "of the FLOP of forward and backward, for Muon"))
     if time.activations:
         copies = f"a microbatch's, each way, next to {shown_seconds(time.forward)} of forward"
         rows.append(("activations", shown_seconds(time.activations), copies))

@@ -15,10 +15,8 @@ from megatron.core.distributed.fsdp.group_plan import THE_MODEL
 from megatron.core.dtypes import DTYPES
 from megatron.core.models.gpt.activations import Microbatch
 from megatron.core.models.gpt.flops import num_floating_point_operations
-from megatron.core.optimizer.config import OptimizerConfig
 from megatron.core.optimizer.cpu_offloading.plan import PlannedGroup
 from megatron.core.optimizer.cpu_offloading.streamed_pass import SLOT_NUMEL
-from megatron.core.optimizer.rules import rule_of
 from megatron.core.transformer.fused_weight import matrices_of
 from megatron.core.transformer.spec import (
     GatedDeltaNetSpec,
@@ -47,21 +45,17 @@ class _Part(NamedTuple):
     collectives: GroupWork
 
 
-def work_of(run: PlannedRun, fraction: float | None, early_bytes: float = 0.0) -> Work:
-    """Returns one step of a rank at an offload fraction.
-
-    Args:
-        early_bytes: spare host memory, for which the last groups are updated during backward.
-    """
+def work_of(run: PlannedRun, fraction: float | None) -> Work:
+    """Returns one step of a rank at an offload fraction."""
     config = run.at(fraction)
     parts = _parts(run, fraction)
     exchanged, num_exchanges = _exchanges(run)
     return Work(
-        groups=_groups(run, parts, config, early_bytes),
+        groups=_groups(run, parts, config),
         num_microbatches=run.num_microbatches,
         norm=sum(part.numel * part.grad.itemsize for part in parts),
         device_pass=sum(
-            _pass_bytes(part, config.optimizer) + _cast_bytes(part)
+            _pass_bytes(part, run.state_bytes) + _cast_bytes(part)
             for part in parts
             if not part.is_on_host
         ),
@@ -74,9 +68,7 @@ def work_of(run: PlannedRun, fraction: float | None, early_bytes: float = 0.0) -
     )
 
 
-def _groups(
-    run: PlannedRun, parts: Sequence[_Part], config: RunConfig, early_bytes: float
-) -> tuple[GroupWork, ...]:
+def _groups(run: PlannedRun, parts: Sequence[_Part], config: RunConfig) -> tuple[GroupWork, ...]:
     """Returns the groups in the order of forward, and one for what has no layer: the loss."""
     of_layers = _layer_flops(run)
     counts = Counter(_layer_of(part.name) for part in parts)
@@ -89,25 +81,27 @@ def _groups(
         rest -= forward
         made = replace(part.collectives, forward=forward, backward=backward * forward)
         if part.is_on_host:
-            states = part.numel * (part.main.itemsize + _state_bytes(config.optimizer))
+            states = part.numel * (part.main.itemsize + run.state_bytes)
             made = replace(
                 made,
-                host_pass=_pass_bytes(part, config.optimizer),
+                host_pass=_pass_bytes(part, run.state_bytes),
                 down=part.numel * part.grad.itemsize,
                 up=part.numel * part.weight.itemsize,
                 states=states,
                 chunks=max(1, math.ceil(part.numel / SLOT_NUMEL)),
             )
         groups.append(made)
+    left: float = config.optimizer.early_update_bytes
     for index in reversed(range(len(groups))):
-        # In spare memory: main weights, states and weights, which are written and not overwritten.
-        early_bytes -= groups[index].states + groups[index].up
-        if early_bytes < 0:
-            break
-        if groups[index].host_pass:
-            early_pass = groups[index].host_pass + groups[index].states
-            groups[index] = replace(groups[index], early_pass=early_pass)
-    return (*groups, GroupWork(rest, backward * rest))
+        group = groups[index]
+        # Of the undo log, and of weights that otherwise take the place of their gradients.
+        cost = group.states + (group.up if group.up == group.down else 0)
+        if 0 < cost <= left:
+            left -= cost
+            groups[index] = replace(group, early_pass=group.host_pass + group.states)
+    # Once a step; a rank's part is as large as its part of the elements.
+    muon = newton_schulz_flops(run) * sum(part.numel for part in parts) / run.trained_numel
+    return (*groups, GroupWork(rest, backward * rest + muon / run.num_microbatches))
 
 
 def _layer_flops(run: PlannedRun) -> dict[int, float]:
@@ -145,36 +139,32 @@ def flops_of_microbatch(run: PlannedRun) -> int:
 
 
 def newton_schulz_flops(run: PlannedRun) -> int:
-    """Returns the FLOP of Muon's iterations in a step over all ranks; 0 for other optimizers.
-
-    Each matrix counts once. With HSDP every instance repeats them.
-    """
+    """Returns the FLOP of Muon's iterations over all matrices; 0 for other optimizers."""
     optimizer = run.config.optimizer
     if optimizer.optimizer != "muon":
         return 0
     matrices = matrices_of(run.model, by_head=optimizer.muon_split_heads)
-    total = 0
-    for parameter, rows in matrices.items():
-        if parameter.requires_grad:
-            for size in rows:
-                less, more = sorted((size, parameter.shape[1]))
-                # Products of [less, more] by its transpose, of the result by itself, and by x.
-                total += 4 * less**2 * more + 2 * less**3
-    return total * optimizer.muon_num_ns_steps
+    shapes = [
+        sorted((num_rows, parameter.shape[1]))
+        for parameter, rows in matrices.items()
+        if parameter.requires_grad
+        for num_rows in rows
+    ]
+    # x x^T, its square, and the product with x, of x [less, more].
+    of_one_step = sum(4 * less**2 * more + 2 * less**3 for less, more in shapes)
+    return of_one_step * optimizer.muon_num_ns_steps
 
 
 def checkpoint_nbytes(run: PlannedRun) -> int:
     """Returns a checkpoint's size over all ranks: main weights, and states of trained ones."""
-    optimizer, total = run.config.optimizer, 0
-    main = DTYPES[optimizer.main_params_dtype].itemsize
+    total = run.trained_numel * run.state_bytes
+    main = DTYPES[run.config.optimizer.main_params_dtype].itemsize
     for parameter in run.model.parameters():
         itemsize = main
         if not parameter.requires_grad and run.config.parallel.use_megatron_fsdp:
             itemsize = run.microbatch.itemsize
         total += parameter.numel() * itemsize
-        if parameter.requires_grad:
-            total += parameter.numel() * _state_bytes(optimizer)
-    return total
+    return round(total)
 
 
 def _parts(run: PlannedRun, fraction: float | None) -> list[_Part]:
@@ -205,7 +195,7 @@ def _parts(run: PlannedRun, fraction: float | None) -> list[_Part]:
 def _parts_of_tensors(run: PlannedRun, fraction: float | None) -> list[_Part]:
     """Returns the groups of other engines than Megatron-FSDP."""
     plan, fp32 = run.plan(fraction), torch.float32
-    trained = sum(p.numel() for p in run.model.parameters() if p.requires_grad)
+    trained = run.trained_numel
     groups = [PlannedGroup("", trained, False)] if plan is None else plan.groups
     parts = []
     for group in groups:
@@ -223,14 +213,9 @@ def _parts_of_tensors(run: PlannedRun, fraction: float | None) -> list[_Part]:
     return parts
 
 
-def _state_bytes(optimizer: OptimizerConfig) -> int:
-    """Returns the bytes of an element's optimizer states."""
-    return sum(dtype.itemsize for dtype in rule_of(optimizer).state_dtypes.values())
-
-
-def _pass_bytes(part: _Part, optimizer: OptimizerConfig) -> int:
+def _pass_bytes(part: _Part, state_bytes: float) -> float:
     """Returns the bytes that one pass reads and writes."""
-    read_and_written = 2 * (part.main.itemsize + _state_bytes(optimizer))
+    read_and_written = 2 * (part.main.itemsize + state_bytes)
     # On the host the pass also writes the new compute weight.
     written = part.weight.itemsize if part.is_on_host else 0
     return part.numel * (part.grad.itemsize + read_and_written + written)
@@ -270,7 +255,7 @@ def exchanged_by(mixer: Mixer, batch: Microbatch) -> float:
 
 
 def _sent_of_token(mixer: Mixer, batch: Microbatch) -> int:
-    """Returns the bytes of a token in a mixer's forward, those of the rank's own part included."""
+    """Returns a token's bytes in the exchanges of a forward, the part that stays included."""
     itemsize = batch.itemsize
     if isinstance(mixer, GatedDeltaNetSpec):
         keys = 2 * mixer.key_size * batch.num_head_copies(mixer.num_key_heads)

@@ -137,12 +137,12 @@ class DataParallelConfig:
         return world_size // size
 
     def data_parallel_rank(self, rank: int) -> int:
-        """The number of a rank among those that read different samples."""
+        """The index of the samples that a rank reads, in range(data_parallel_size)."""
         return rank // self.context_parallel_size
 
     @property
-    def exchanges_tokens(self) -> bool:
-        """Whether ranks send each other tokens, within forward and backward."""
+    def has_exchanges(self) -> bool:
+        """Whether layers send tokens to other ranks in forward and backward."""
         return max(self.expert_model_parallel_size, self.context_parallel_size) > 1
 
     @property

@@ -37,8 +37,12 @@ from torch.autograd.function import once_differentiable
 from megatron.core.distributed.fsdp.collectives import all_gather_on_device
 from megatron.core.distributed.fsdp.group_plan import THE_MODEL
 from megatron.core.issued_collectives import issuing
+from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.attention_core import Attention
 from megatron.core.transformer.gated_delta_net import GatedDeltaNet
+from megatron.core.transformer.moe_layer import MoELayer
+from megatron.core.transformer.router import Router
+from megatron.core.transformer.sequence_slice import SequenceSlice
 from megatron.core.transformer.spec import GatedDeltaNetSpec, Mixer
 
 Record = Callable[[nn.Module, bool], None]
@@ -69,8 +73,8 @@ def divide_context(
 ) -> None:
     """Has every mixer of a decoder in `model` reach the positions of all ranks of `group`.
 
-    Does not divide the rows: each rank must give the layers its slice of them. Attention that is
-    not causal, to the patches of images, stays as it is.
+    A `GPTModel` cuts its slice of the rows that all ranks give it; layers without one must be given
+    their slice. Attention that is not causal, to the patches of images, stays as it is.
 
     Args:
         comm_type: "a2a" or "all_gather", see above.
@@ -80,6 +84,7 @@ def divide_context(
     Raises:
         ValueError: see `check_context`.
     """
+    num_ranks = dist.get_world_size(group)
     mixers: dict[str, Attention | GatedDeltaNet] = {}
     specs: list[Mixer] = []
     for name, module in model.named_modules():
@@ -89,11 +94,23 @@ def divide_context(
         elif isinstance(module, GatedDeltaNet):
             mixers[name] = module
             specs.append(module.spec)
-    check_context(specs, dist.get_world_size(group), comm_type)
+    check_context(specs, num_ranks, comm_type)
 
     for name, module in mixers.items():
         noted = None if record is None else partial(record, module)
         module.context = PositionExchange(group, comm_type, name or THE_MODEL, noted)
+
+    own = SequenceSlice(dist.get_rank(group), num_ranks, partial(_total, group))
+    for part in model.modules():
+        if isinstance(part, (GPTModel, MoELayer, Router)):
+            part.sequence_slice = own
+
+
+def _total(group: dist.ProcessGroup, tensor: Tensor) -> Tensor:
+    """See `SequenceSlice.total`."""
+    apply: Any = _Total.apply
+    summed: Tensor = apply(tensor, group)
+    return summed
 
 
 class PositionExchange:
@@ -264,3 +281,22 @@ class _Gather(torch.autograd.Function):
         received = exchange.all_to_all(sent, is_backward=True)
         own = received.sum(0, dtype=torch.float32).to(sent.dtype)
         return None, *(part.transpose(0, 1) for part in _unpacked(own, whole))
+
+
+class _Total(torch.autograd.Function):
+    """The sum over ranks. All of them make the same loss of it, so the gradient of the sum of their
+    losses is a multiple of this rank's, without communication.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.num_ranks = dist.get_world_size(group)
+        summed = tensor.clone(memory_format=torch.contiguous_format)
+        with issuing("all-reduce of a router's statistics", summed):
+            dist.all_reduce(summed, group=group)
+        return summed
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        return gradient * ctx.num_ranks, None

@@ -23,7 +23,6 @@ from megatron.core.distributed.fsdp.fully_shard import fully_shard, fully_shard_
 from megatron.core.distributed.fsdp.module import FsdpModule
 from megatron.core.distributed.fsdp.placement import Flat, Placements
 from megatron.core.distributed.fsdp.precision import MixedPrecisionPolicy, OffloadPolicy
-from megatron.core.distributed.sequence_slices import slice_sequences
 from megatron.core.distributed.units import Unit, units_of
 from megatron.core.dtypes import DTYPES
 from megatron.core.mesh import (
@@ -95,6 +94,9 @@ def shard_model(
     cuts = cuts_of(config, num_ranks)
     policy = policy_of(config, compute_dtype, main_params_dtype)
     expert_mesh = expert_mesh_of(config, mesh, device)
+    context_mesh = None
+    if config.context_parallel_size > 1:
+        context_mesh = build_context_mesh(device.kind, num_ranks, config.context_parallel_size)
     if config.num_distributed_optimizer_instances > 1:
         mesh = build_hybrid_mesh(device.kind, num_ranks, config.num_distributed_optimizer_instances)
 
@@ -117,10 +119,8 @@ def shard_model(
 
     if expert_mesh is not None:
         divide_experts(model, expert_mesh.get_group(EXPERT_AXIS), _recorder(model))
-    if config.context_parallel_size > 1:
-        contexts = build_context_mesh(device.kind, num_ranks, config.context_parallel_size)
-        group = contexts.get_group(CONTEXT_AXIS)
-        slice_sequences(model, group)
+    if context_mesh is not None:
+        group = context_mesh.get_group(CONTEXT_AXIS)
         divide_context(model, group, config.cp_comm_type, _recorder(model))
 
 

@@ -176,6 +176,9 @@ class GatedDeltaNet(nn.Module):
             ),
             dim=-1,
         )
+        if self.context is not None:
+            # What is saved is the exchanged part; a view would keep the rest for backward as well.
+            z = z.clone()
         return (mixed, self.decay(alpha), beta.float().sigmoid()), (z,)
 
     def core(self, mixed: tuple[Tensor, ...], documents: Documents | None) -> Tensor:

@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from megatron.core import local_ranks, mesh
 from megatron.core.mesh import (
+    build_context_mesh,
     build_expert_mesh,
     group_over,
     ranks_over,
@@ -50,6 +51,12 @@ def test_ranks_along_several_axes_have_one_group() -> None:
     assert group_over(mesh, (0, 1, 2)) is dist.group.WORLD
 
 
+@on_ranks(4)
+def test_sequences_are_divided_over_consecutive_ranks() -> None:
+    mesh = build_context_mesh("cpu", 4, 2)
+    assert (mesh.mesh_dim_names, mesh.mesh.tolist()) == (("samples", "cp"), [[0, 1], [2, 3]])
+
+
 @on_ranks(2)
 def test_the_groups_of_the_mesh_have_the_timeout_of_the_run() -> None:
     cpu, timeout = torch.device("cpu"), timedelta(seconds=77)
@@ -81,6 +88,11 @@ def test_groups_that_do_not_divide_the_ranks_are_refused(expert_size, num_instan
     expected = rf"divides 4 ranks, got {got}\.$"
     with pytest.raises(ValueError, match=expected):
         build_expert_mesh("cpu", 4, expert_size, num_instances)
+
+
+def test_sequences_are_not_divided_over_ranks_of_which_some_are_left_over():
+    with pytest.raises(ValueError, match=r"divides 6 ranks, got 4\.$"):
+        build_context_mesh("cpu", 6, 4)
 
 
 CPU = torch.device("cpu")

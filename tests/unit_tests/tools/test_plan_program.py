@@ -194,6 +194,25 @@ RUN = PlannedRun(FLAGS, 2, "cpu")
 DEVICE = PlannedRun(FLAGS, 2, "cuda")
 
 
+def test_muon_has_its_states_and_its_arithmetic_in_the_plan(folder, capsys):
+    flags = ["--hf-model", folder, *RATES, "--gpu-bandwidth", "3TB/s", "--gpus", "2"]
+    muon, adam = (planned(capsys, *flags, "--optimizer", rule) for rule in ("muon", "adam"))
+    # Of each layer: queries and output, keys and values, and the three of the MLP.
+    shapes = [(64, 64)] * 2 + [(32, 64)] * 2 + [(64, 160)] * 3
+    matrices = 6 * sum(less * more for less, more in shapes)
+    flops = 6 * sum(5 * (4 * less**2 * more + 2 * less**3) for less, more in shapes)
+    assert flops == 6 * sum(
+        less * more * (20 * less + 10 * less**2 / more) for less, more in shapes
+    )
+
+    assert adam["step"]["muon_share"] == 0
+    assert muon["checkpoint"]["bytes"] == adam["checkpoint"]["bytes"] - 4 * matrices
+    seconds = [one["step"]["parts"]["compute"] for one in (adam, muon)]
+    share = seconds[1] / seconds[0] - 1
+    assert muon["step"]["muon_share"] == pytest.approx(share, rel=1e-2)
+    assert flops / 2 / 1e12 == pytest.approx(seconds[1] - seconds[0], rel=1e-2), "of two ranks"
+
+
 def test_fractions_put_one_more_group_into_host_memory_each():
     plans = [DEVICE.plan(fraction) for fraction in DEVICE.fractions]
     assert [sum(group.is_on_host for group in plan.groups) for plan in plans] == [*range(8)]
@@ -414,10 +433,11 @@ def test_a_quantity_of_0_is_an_error(parse, text):
         parse(text)
 
 
-def test_the_host_is_measured_with_states_that_are_not_offloaded(monkeypatch):
+@pytest.mark.parametrize("options", [["--exp-avg-dtype", "bf16"], ["--optimizer", "muon"]])
+def test_the_host_is_measured_with_states_that_are_not_offloaded(monkeypatch, options):
     monkeypatch.setattr(measure, "_PASS_NUMEL", 1 << 10)
     monkeypatch.setattr(measure, "_SECONDS", 0.0)
-    run = PlannedRun([*FLAGS, "--exp-avg-dtype", "bf16"], 2, "cpu")
+    run = PlannedRun([*FLAGS, *options], 2, "cpu")
     assert measure._host_pass(measure.job_of(run), Device("cpu")) > 0
 
 

@@ -18,6 +18,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch.distributed.tensor import Partial
@@ -92,7 +93,7 @@ class GroupPlan:
         """In which ranks add gradients up."""
         return known(self.policy.grad_comm_dtype)
 
-    @property
+    @cached_property
     def skips_reduction(self) -> bool:
         """Whether autograd's gradients are added to the main ones as they are: no other rank has
         gradients to add, and none of them are rounded to a narrower dtype on the way.

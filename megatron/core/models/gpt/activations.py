@@ -64,7 +64,7 @@ class Microbatch:
         return math.lcm(num_heads, self.context_size) // num_heads
 
     def num_key_copies(self, num_heads: int) -> int:
-        """How many ranks compute with each of these heads of attention's keys and values."""
+        """How many ranks compute with each of these key heads of attention."""
         return self.context_size if self.gathers_keys else self.num_head_copies(num_heads)
 
 

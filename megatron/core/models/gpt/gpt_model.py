@@ -90,8 +90,8 @@ class Places:
             self.documents.check(batch, seq_length)
 
     def cut(self, part: SequenceSlice, tokens: Tensor) -> Places:
-        """The places of the part of tokens [batch, seq] that a rank computes. Documents stay those
-        of whole rows.
+        """The places of the part of tokens [batch, seq] that a rank computes. Documents still
+        describe whole rows.
         """
         positions = self.positions
         if positions is None:
@@ -243,9 +243,9 @@ class GPTModel(nn.Module):
             matrix product less. With `with_routing` a pair: one of these, and the report, None in a
             model without experts.
 
-            With a `sequence_slice`, all of them are of this rank's part. Its weighted loss is times
-            the number of parts: so the mean over the ranks is the sum over whole sequences, and
-            averaged gradients are those of it.
+            With a `sequence_slice`, all of them are of this rank's part. The weighted loss is
+            multiplied by the number of parts, so that its mean over the ranks is the sum over whole
+            sequences, as FSDP's mean of the ranks' gradients expects.
 
         Raises:
             ValueError: tokens are not [batch, seq], labels, weights or positions have another

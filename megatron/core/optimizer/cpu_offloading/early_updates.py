@@ -57,6 +57,11 @@ class EarlyUpdate:
         self._phase = EarlyPhase.QUEUED
         self._lock = threading.Lock()
 
+    @property
+    def is_queued(self) -> bool:
+        """Whether the update has neither started nor been dropped."""
+        return self._phase is EarlyPhase.QUEUED
+
     def start(self) -> bool:
         """Returns whether the update is still wanted; the caller starts it then."""
         return self._to(EarlyPhase.STARTED) is EarlyPhase.STARTED

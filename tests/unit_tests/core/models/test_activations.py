@@ -12,7 +12,6 @@ import torch.distributed as dist
 
 from megatron.core import products
 from megatron.core.distributed.context import divide_context
-from megatron.core.distributed.sequence_slices import slice_sequences
 from megatron.core.models.gpt.activations import Microbatch, activation_bytes
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.config import TransformerConfig
@@ -68,7 +67,6 @@ def _saved(config: TransformerConfig, dtype: torch.dtype, comm_type: str | None 
     torch.manual_seed(0)
     model = GPTModel(config, VOCAB).to(dtype)
     if comm_type is not None:
-        slice_sequences(model, dist.group.WORLD)
         divide_context(model, dist.group.WORLD, comm_type)
     weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
     kept: dict[int, torch.UntypedStorage] = {}

@@ -3,15 +3,27 @@
 from __future__ import annotations
 
 import copy
+import gc
+import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
+from megatron.core.device import Device
 from megatron.core.dtensors import local_tensor
+from megatron.core.lanes import InlineLane
+from megatron.core.optimizer.cpu_offloading.early_updates import EarlyUpdates
+from megatron.core.optimizer.cpu_offloading.host_layout import BucketShape, HostLayout, HostRules
 from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDeviceOptimizer
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.optimizer.kernels.piece import HostKernel
+from megatron.core.optimizer.loss_scaler import ConstantLossScaler
 from megatron.core.optimizer.rules import SGD, Lion
 from tests.helpers.ranks import random_delays, rank_device, run_ranks
 from tests.unit_tests.core.optimizer.cpu_offloading.test_bits import (
@@ -27,6 +39,7 @@ from tests.unit_tests.core.optimizer.cpu_offloading.test_bits import (
 SETTING = Setting(num_microbatches=2)
 BF16 = torch.bfloat16
 ROOM = 1 << 30
+PATIENCE = 60.0  # seconds
 RULES: dict[str, dict[str, Any]] = {
     "fp32 moments": OPTIONS,
     "bf16 moments": {**OPTIONS, "exp_avg_dtype": BF16, "exp_avg_sq_dtype": BF16},
@@ -313,3 +326,233 @@ def test_what_changes_between_backward_and_step_counts():
 
 def test_what_changes_for_a_part_repeats_that_part():
     run_ranks(2, _changes, PARTS, 1.0, timeout=300)
+
+
+def _paused() -> list[int]:
+    """The numbers of the early updates in steps with these factors."""
+    trained, found = Trained(), []
+    for number, factor in enumerate([1.0, *[0.5] * 11, *[1.0] * 3]):
+        trained.backward(number)
+        found.append(len(trained.early))
+        trained.step(factor)
+    return found
+
+
+def test_early_updates_pause_twice_as_long_after_each_other_factor_in_a_row():
+    # The first step has no options to begin with.
+    assert run_ranks(1, _paused) == [[0, 4, 0, 4, 0, 0, 4, 0, 0, 0, 0, 4, 0, 0, 0]]
+
+
+def test_a_pause_is_at_most_64_steps_and_short_again_after_an_expected_factor():
+    early = EarlyUpdates(
+        InlineLane(Device("cpu")), InlineLane(Device("cpu")), HostKernel(lambda *_: lambda: None)
+    )
+    pauses = []
+    for factor in (*[0.5] * 9, 1.0, 0.5):
+        early.step_ended(factor)
+        pauses.append(0)
+        while early.is_paused:
+            early.step_ended(1.0)
+            pauses[-1] += 1
+    assert pauses == [1, 2, 4, 8, 16, 32, 64, 64, 64, 0, 1]
+
+
+def _held() -> None:
+    """The host's threads are busy until the step: only two updates have started by then."""
+    expected = course(Trained(0))
+    trained, may_end = Trained(), threading.Event()
+    kernel = trained.side._early._kernel
+    trained.side._early._kernel = HostKernel(lambda *work: lambda: may_end.wait() and kernel(*work))
+    losses, started = [trained.backward(0)], []
+    trained.step()
+    for number in range(1, 4):
+        may_end.clear()
+        losses.append(trained.backward(number, waits=False))
+        early = trained.early
+        trained.side.lanes.d2h.enqueue(lambda: None).synchronize()
+        deadline = time.monotonic() + PATIENCE
+        while early[-2].is_queued and time.monotonic() < deadline:
+            time.sleep(0.01)
+        started.append([not each.is_queued for each in early])
+        trained.optimizer.step()
+        may_end.set()
+        trained.optimizer.synchronize()
+        trained.optimizer.zero_grad()
+    assert started == [[False, False, True, True]] * 3
+    assert_same(Course(losses, trained.values(), []), expected)
+    assert 0 < trained.share() < 1
+
+
+def test_updates_that_have_not_started_by_the_step_are_done_in_its_order():
+    run_ranks(1, _held)
+
+
+def _beside() -> None:
+    expected = course(Trained(0))
+    for settings, num_streamed, share in (
+        ({"update_on_device": 0.5}, 2, 1.0),
+        ({"update_on_device": None}, 4, 0.0),  # the first steps measure each side alone
+        ({"overlap_step_with_forward": False}, 0, 1.0),
+    ):
+        trained = Trained(ROOM, **OPTIONS, **settings)
+        found = course(trained)
+        assert_same(found, expected)
+        assert sum(bucket.is_streamed for bucket in trained.side.buckets) == num_streamed
+        assert found.shares[1:] == [share] * 3
+
+
+def test_streamed_buckets_beside_early_ones():
+    run_ranks(2, _beside)
+
+
+def _outlived() -> None:
+    for room in (0, ROOM):
+        trained = Trained(room)
+        trained.backward(0)
+        trained.step()
+        before = trained.values()[: len(list(trained.model.parameters()))]
+        trained.backward(1)
+        assert len(trained.early) == (4 if room else 0)
+        model = trained.model
+        del trained
+        gc.collect()
+        after = [local_tensor(value).detach() for value in model.state_dict().values()]
+        assert all(map(torch.equal, after, before))
+
+
+def test_a_model_that_outlives_its_optimizer_has_the_weights_of_the_last_step():
+    run_ranks(1, _outlived)
+
+
+def _taken_over() -> None:
+    weights = []
+    for room in (0, ROOM):
+        trained = Trained(room)
+        trained.backward(0)
+        trained.step()
+        trained.backward(1)
+        # It updates the same main weights from now on, and the first one never again.
+        other = HybridDeviceOptimizer(trained.model.parameters(), 1.0, **ALL, **OPTIONS)
+        other.step()
+        other.zero_grad()
+        trained.backward(2)
+        assert not trained.early
+        other.step()
+        weights.append([local_tensor(v).clone() for v in trained.model.state_dict().values()])
+    assert all(map(torch.equal, *weights))
+
+
+def test_an_optimizer_whose_parameters_another_one_has_taken_over_updates_none_early():
+    run_ranks(1, _taken_over)
+
+
+def _failing() -> None:
+    trained = Trained()
+    trained.backward(0)
+    trained.step()
+
+    def fail(*_: Any) -> Any:
+        raise ZeroDivisionError
+
+    trained.side._early._kernel = HostKernel(fail)
+    trained.backward(1, waits=False)
+    with pytest.raises(ZeroDivisionError):
+        trained.optimizer.synchronize()
+    trained.step()
+    with pytest.raises(ZeroDivisionError):
+        trained.optimizer.synchronize()
+
+
+def test_an_error_of_an_early_update_is_raised_by_whoever_waits_for_the_states():
+    run_ranks(1, _failing)
+
+
+def _scaled_loss() -> None:
+    trained = Trained()
+    optimizer = DistributedOptimizer(
+        trained.optimizer, clip_grad=0.0, loss_scaler=ConstantLossScaler(4.0)
+    )
+    for number in range(3):
+        optimizer.scale_loss(torch.ones(()))
+        trained.backward(number)
+        optimizer.step(1.0)
+        optimizer.zero_grad()
+        assert trained.share() == (1.0 if number else 0.0)
+
+
+def test_the_scale_of_the_loss_is_an_expected_factor():
+    run_ranks(1, _scaled_loss)
+
+
+SHAPES = st.lists(
+    st.builds(
+        BucketShape,
+        numel=st.integers(0, 500),
+        main_dtype=st.just(torch.float32),
+        grad_dtype=st.sampled_from([torch.float32, BF16]),
+        weight_dtype=st.just(BF16),
+        has_main=st.booleans(),
+        main_numel=st.none(),
+        is_watched=st.booleans(),
+    ),
+    max_size=6,
+)
+
+
+@given(SHAPES, st.integers(0, 20_000))
+def test_the_undo_log_takes_no_more_than_its_room_from_the_last_bucket_on(shapes, room):
+    states = {"exp_avg": torch.float32, "exp_avg_sq": torch.float32}
+    rules = HostRules(states, True, True, False, True)
+    without, found = (
+        HostLayout(shapes, rules),
+        HostLayout(shapes, rules._replace(early_nbytes=room)),
+    )
+    assert found.early_nbytes <= room
+    costs = {n: (14 if s.grad_dtype == BF16 else 12) * s.numel for n, s in enumerate(shapes)}
+    added = sum(found.nbytes_by_state.values()) - sum(without.nbytes_by_state.values())
+    # Arrays begin at whole cache lines.
+    assert 0 <= added - sum(costs[n] for n in found.early) <= 6 * 64 * len(shapes)
+    left = room
+    for number in reversed(range(len(shapes))):
+        if number in found.early:
+            assert shapes[number].is_watched
+            left -= costs[number]
+        elif shapes[number].is_watched and shapes[number].numel:
+            assert costs[number] + 3 * 64 * len(shapes) > left
+    assert all(not need.is_pinned for need in found.needs if need.what == "undo log")
+
+
+def _little_room() -> None:
+    whole = Trained()
+    room = whole.side.early_nbytes // 2
+    trained = Trained(room)
+    assert 0 < trained.side.early_nbytes <= room
+    assert (
+        trained.optimizer.host_bytes - Trained(0).optimizer.host_bytes == trained.side.early_nbytes
+    )
+    has_log = [bool(bucket.undo) for bucket in trained.side.buckets]
+    assert has_log[-1]
+    assert not all(has_log)
+    expected, found = course(Trained(0)), course(trained)
+    assert_same(found, expected)
+    assert 0 < found.shares[1] < 1
+    # Parameters without a shard are read in ways that nobody sees.
+    replicas = Trained(ROOM, SETTING._replace(strategy="no_shard"))
+    assert replicas.side.early_nbytes == 0
+
+
+def test_the_last_buckets_have_the_room_that_there_is():
+    run_ranks(2, _little_room)
+
+
+def test_settings_without_early_updates_are_rejected():
+    for room, settings in (
+        (-1, ALL),
+        (ROOM, {"overlap_step_with_forward": True}),
+        (ROOM, {**ALL, "use_decoupled_grad": True}),
+        (ROOM, {**ALL, "cpu_optimizer_cls": torch.optim.Adagrad, "lr": 1e-2}),
+    ):
+        with pytest.raises(ValueError, match="early_update_bytes"):
+            HybridDeviceOptimizer(
+                [torch.nn.Parameter(torch.zeros(4))], 1.0, early_update_bytes=room, **settings
+            )
