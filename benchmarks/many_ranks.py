@@ -12,10 +12,12 @@ as ZeRO-3.
     rank 0          in a save: the content of `.metadata` and `index.json`, with the offsets of all
                     chunks in all ranks' files
     manifests       in a save: rank 0's digests of the content that each rank writes
+    open            in a load, on every rank: `index.json` is read and checked
 
-Only the work of rank 0 grows with the number of ranks: its bar is a time for each chunk. The other
-bars compare the larger number of ranks with the smaller one. Sides run interleaved. Seconds are
-processor time; memory is the peak of Python allocations, measured in a separate run.
+The work of rank 0 and the reading of `index.json` grow with the number of ranks: their bars are
+times for each chunk. The other bars compare the larger number of ranks with the smaller one. Sides
+run interleaved. Seconds are processor time; memory is the peak of Python allocations, measured in a
+separate run.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ from benchmarks.helpers import report
 from benchmarks.helpers.benchmark import Benchmark
 from benchmarks.helpers.models import on_meta
 from benchmarks.helpers.result import Measurement, Ratio, Result, measured
-from megatron.core.dist_checkpointing.format.index import SavedAs, build_index
+from megatron.core.dist_checkpointing.format.index import Index, SavedAs, build_index
 from megatron.core.dist_checkpointing.format.metadata import compose_metadata
 from megatron.core.dist_checkpointing.layout.holdings import (
     FlatShards,
@@ -108,7 +110,7 @@ MODELS: dict[str, tuple[dict[str, Any], int]] = {
     "Llama-3-70B": (LLAMA_3_70B, 1),
     "DeepSeek-V3": (DEEPSEEK_V3, 64),
 }
-MANIFESTS = "manifests"
+MANIFESTS, OPEN = "manifests", "open"
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
@@ -155,6 +157,7 @@ def sides_of(
     """The measured functions by name, and the number of chunks."""
     plan, rank = planned(model, num_ranks, expert_size), num_ranks // 2
     index = build_index("a save", tensors_of(model, plan, num_ranks), {})
+    content = index.to_bytes()
 
     def describe() -> object:
         own = build_index("a save", tensors_of(model, plan, num_ranks), {})
@@ -165,7 +168,7 @@ def sides_of(
         return own.layout_of(rank)
 
     def compare() -> object:
-        vars(index).pop("chunks_by_rank", None)
+        vars(index).pop("layouts", None)
         return [index.layout_of(each) for each in range(num_ranks)]
 
     return {
@@ -173,6 +176,7 @@ def sides_of(
         "another rank": write,
         "rank 0": describe,
         MANIFESTS: compare,
+        OPEN: lambda: Index.from_bytes(content, None, "index.json"),
     }, sum(len(tensor.chunks) for tensor in index.tensors.values())
 
 
@@ -212,7 +216,9 @@ def measure(name: str, model: GPTModel, expert_size: int, ranks: list[int], roun
         for side, work in own.items()
     }
     # The warm-up as well.
-    peaks = {which: peak_mib(work) for which, work in works.items() if which[1] != MANIFESTS}
+    peaks = {
+        which: peak_mib(work) for which, work in works.items() if which[1] not in (MANIFESTS, OPEN)
+    }
     # A side does not pay for collections of what the others keep.
     gc.collect()
     gc.freeze()
@@ -232,6 +238,8 @@ def measure(name: str, model: GPTModel, expert_size: int, ranks: list[int], roun
         both = medians[num_ranks, "rank 0"] + medians[num_ranks, MANIFESTS]
         a_chunk = 1e6 * both / num_chunks
         found.ratios.append(Ratio(f"{group}: rank 0, microseconds a chunk", a_chunk, at_most=5))
+        a_chunk = 1e6 * medians[num_ranks, OPEN] / num_chunks
+        found.ratios.append(Ratio(f"{group}: open, microseconds a chunk", a_chunk, at_most=5))
     found.ratios.extend(growth(name, medians, "", ranks))
     found.ratios.extend(growth(name, peaks, ", memory", ranks))
     return found

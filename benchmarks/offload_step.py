@@ -13,6 +13,8 @@ process group, in an order drawn anew each round:
                         next forward
     half streamed       the same, and the device updates every second group in passing; on a CPU,
                         which is its own device, this only costs
+    early               as overlapped, and groups are updated during the backward; nothing is
+                        clipped
     FSDP2 offloaded     PyTorch's FSDP2 with CPUOffloadPolicy and its fused AdamW
     no optimizer        forward and backward of our engine alone
 
@@ -62,13 +64,14 @@ BENCHMARK = Benchmark(
 )
 
 NO_OPTIMIZER, DEVICE, IN_ORDER, OVERLAPPED = "no optimizer", "device", "in order", "overlapped"
-STREAMED, FSDP2 = "half streamed", "FSDP2 offloaded"
+STREAMED, EARLY, FSDP2 = "half streamed", "early", "FSDP2 offloaded"
 OUR_OPTIMIZERS = {
     NO_OPTIMIZER: None,
     DEVICE: OptimizerConfig(),
     IN_ORDER: OptimizerConfig(optimizer_cpu_offload=True),
     OVERLAPPED: OFFLOADED,
     STREAMED: replace(OFFLOADED, optimizer_update_on_device=0.5),
+    EARLY: replace(OFFLOADED, optimizer_early_update_gib=8.0),
 }
 
 

@@ -37,7 +37,7 @@ class OurTrainer:
             "engine": "MegatronEngine, optim_grads_params",
             "optimizer": "optimizer_cpu_offload, overlap_cpu_optimizer_d2h_h2d, "
             "overlap_optimizer_with_forward",
-            "gradients": "reduced and kept in bf16",
+            "gradients": "reduced in bf16, kept in fp32",
             "checkpoint": "fsdp_dtensor, in the background",
         }
     )

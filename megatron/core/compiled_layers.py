@@ -115,7 +115,7 @@ class _TwoPieces:
         documents: Documents | None,
     ) -> LayerOutput:
         """The result of the layer's own body."""
-        mixed, beside = self._before(layer, hidden, rotary, documents is not None)
+        mixed, beside = self._before(layer, hidden, rotary)
         context = layer.self_attention.core(mixed, documents)
         hidden, output = self._behind(layer, hidden, context, beside)
         if output is None:
@@ -125,25 +125,16 @@ class _TwoPieces:
         return layer.add(hidden, output, layer.post_mlp_layernorm), report
 
 
-def _before_core(
-    layer: TransformerLayer, hidden: Tensor, rotary: RotaryAngles | None, is_one_row: bool
-) -> Pieces:
-    """Up to the core's inputs, and its output's other inputs.
-
-    Args:
-        is_one_row: whether the mixer takes the batch as one row, since it has documents.
-    """
-    normalized = layer.input_layernorm(hidden)
-    if is_one_row:
-        normalized = normalized.flatten(0, 1).unsqueeze(0)
-    return layer.self_attention.inputs(normalized, rotary)
+def _before_core(layer: TransformerLayer, hidden: Tensor, rotary: RotaryAngles | None) -> Pieces:
+    """Up to the core's inputs, and its output's other inputs."""
+    return layer.self_attention.inputs(layer.input_layernorm(hidden), rotary)
 
 
 def _behind_core(
     layer: TransformerLayer, hidden: Tensor, context: Tensor, beside: tuple[Tensor, ...]
 ) -> tuple[Tensor, Tensor | None]:
     """The layer's result and None; or the residual stream, and a mixture's input."""
-    mixed = layer.self_attention.output(context, beside).view_as(hidden)
+    mixed = layer.self_attention.output(context, beside)
     hidden = layer.add(hidden, mixed, layer.post_self_attn_layernorm)
     normalized = layer.pre_mlp_layernorm(hidden)
     if isinstance(layer.mlp, MoELayer):

@@ -36,6 +36,12 @@ class LaneTimings(NamedTuple):
     waited_host: float
     waited_h2d: float
     host_bytes: float  # a step, that the update reads and writes; 0: not known
+    early_bytes: float = 0.0  # those of them that were read and written before the step
+
+    @property
+    def early_share(self) -> float:
+        """The share of the update that was done before the step."""
+        return self.early_bytes / self.host_bytes if self.host_bytes else 0.0
 
     @property
     def host_bytes_per_second(self) -> float | None:
@@ -77,6 +83,7 @@ class StepTimings:
         self._spans: list[tuple[str, Span]] = []
         self._waits: list[tuple[str, Span]] = []
         self._host_bytes = 0
+        self._early_bytes = 0
 
     def timed(
         self, lane: str, work: Callable[[], object], nbytes: int = 0, name: str = ""
@@ -100,6 +107,11 @@ class StepTimings:
                     return work()
 
         return work_in_span
+
+    def count_early(self, nbytes: int) -> None:
+        """Counts bytes of an update that was done before the step, and not by `timed`."""
+        self._host_bytes += nbytes
+        self._early_bytes += nbytes
 
     @contextmanager
     def waiting(self, lane: str) -> Iterator[None]:
@@ -141,7 +153,10 @@ class StepTimings:
 
     def sums(self) -> dict[str, float]:
         """Seconds by the names of `LaneTimings`, and bytes; of complete work."""
-        sums = {"host_bytes": float(self._host_bytes)}
+        sums = {
+            "host_bytes": float(self._host_bytes),
+            "early_bytes": float(self._early_bytes),
+        }
         for prefix, spans in (("", self._spans), ("waited_", self._waits)):
             for lane in LANES:
                 sums[prefix + lane] = sum(
@@ -256,6 +271,9 @@ class NoTimings:
         name: str = "",  # noqa: ARG002
     ) -> Callable[[], object]:
         return work
+
+    def count_early(self, nbytes: int) -> None:
+        """No effect."""
 
     def waiting(self, lane: str) -> AbstractContextManager[None]:  # noqa: ARG002
         return nullcontext()

@@ -26,6 +26,8 @@ DATA_PARALLEL_AXIS = "dp"
 OUTER_AXIS, INNER_AXIS = "dp_outer", "dp_inner"
 # Of experts: ranks of one place in different groups of ranks, and the groups that have all experts.
 EXPERT_DATA_AXIS, EXPERT_AXIS = "edp", "ep"
+# Of context parallelism: ranks that read different samples, and ranks that divide a sequence.
+SAMPLES_AXIS, CONTEXT_AXIS = "samples", "cp"
 
 # By the names of `ErrorType`, which only builds with NCCL have.
 _FAILURES = {
@@ -38,54 +40,56 @@ _FAILURES = {
 _NUM_RANKS = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
 
 
-def build_mesh(device_kind: str, data_parallel_size: int | None = None) -> DeviceMesh:
-    """A one-axis mesh over all ranks, for data parallelism. As PyTorch's `fully_shard`, it makes a
-    missing default process group.
+def build_mesh(device_kind: str, num_ranks: int | None = None) -> DeviceMesh:
+    """A one-axis mesh over all ranks, over which parameters are sharded. As PyTorch's
+    `fully_shard`, it makes a missing default process group.
 
     Args:
         device_kind: `Device.kind` of the ranks.
-        data_parallel_size: the number of ranks; the default process group must have as many.
+        num_ranks: the default process group must have as many.
     """
     ensure_default_group(Device(device_kind, 0).collective_backend)
-    size = dist.get_world_size() if data_parallel_size is None else data_parallel_size
+    size = dist.get_world_size() if num_ranks is None else num_ranks
     return init_device_mesh(device_kind, (size,), mesh_dim_names=(DATA_PARALLEL_AXIS,))
 
 
-def data_parallel_size(mesh: DeviceMesh) -> int:
-    """The number of ranks that read different samples. An axis whose ranks share their samples, as
-    those of tensor parallelism, is to be left out here, and in `DataParallelConfig`.
+def build_context_mesh(device_kind: str, num_ranks: int, context_size: int) -> DeviceMesh:
+    """A mesh of two axes over the ranks of `build_mesh`; the inner one has `context_size`
+    consecutive ranks, which divide each sequence among them. Parameters are not sharded over it.
+
+    Raises:
+        ValueError: if the ranks cannot be divided into groups of `context_size`.
     """
-    return mesh.size()
+    if num_ranks % context_size:
+        raise ValueError(
+            f"Expected a context-parallel size that divides {num_ranks} ranks, got {context_size}."
+        )
+    shape = (num_ranks // context_size, context_size)
+    return _build(device_kind, shape, (SAMPLES_AXIS, CONTEXT_AXIS))
 
 
-def data_parallel_rank(mesh: DeviceMesh) -> int:
-    """The number of this rank among those that read different samples."""
-    return mesh.get_local_rank()
-
-
-def build_hybrid_mesh(device_kind: str, data_parallel_size: int, num_instances: int) -> DeviceMesh:
+def build_hybrid_mesh(device_kind: str, num_ranks: int, num_instances: int) -> DeviceMesh:
     """A mesh of two axes for hybrid sharding; the outer has `num_instances` groups of consecutive
     ranks.
 
     Raises:
         ValueError: if the ranks cannot be divided into as many equal groups.
     """
-    shape = hybrid_shape(data_parallel_size, num_instances)
+    shape = hybrid_shape(num_ranks, num_instances)
     return _build(device_kind, shape, (OUTER_AXIS, INNER_AXIS))
 
 
-def hybrid_shape(data_parallel_size: int, num_instances: int) -> tuple[int, int]:
+def hybrid_shape(num_ranks: int, num_instances: int) -> tuple[int, int]:
     """Ranks along the axes of `build_hybrid_mesh`, which documents the error."""
-    if data_parallel_size % num_instances:
+    if num_ranks % num_instances:
         raise ValueError(
-            f"Expected a number of instances that divides {data_parallel_size} ranks, got "
-            f"{num_instances}."
+            f"Expected a number of instances that divides {num_ranks} ranks, got {num_instances}."
         )
-    return (num_instances, data_parallel_size // num_instances)
+    return (num_instances, num_ranks // num_instances)
 
 
 def build_expert_mesh(
-    device_kind: str, data_parallel_size: int, expert_size: int, num_instances: int = 1
+    device_kind: str, num_ranks: int, expert_size: int, num_instances: int = 1
 ) -> DeviceMesh:
     """A mesh for the experts of a mixture, over the ranks of `build_mesh` or `build_hybrid_mesh`.
 
@@ -100,23 +104,21 @@ def build_expert_mesh(
     Raises:
         ValueError: if the ranks of an instance cannot be divided into groups of `expert_size`.
     """
-    axes = expert_axes(data_parallel_size, expert_size, num_instances)
+    axes = expert_axes(num_ranks, expert_size, num_instances)
     return _build(device_kind, tuple(axes.values()), tuple(axes))
 
 
-def expert_axes(
-    data_parallel_size: int, expert_size: int, num_instances: int = 1
-) -> dict[str, int]:
+def expert_axes(num_ranks: int, expert_size: int, num_instances: int = 1) -> dict[str, int]:
     """Ranks along each axis of `build_expert_mesh`, which documents the error, by its name."""
     unit = expert_size * num_instances
-    if data_parallel_size % unit:
+    if num_ranks % unit:
         raise ValueError(
-            f"Expected an expert-parallel size that divides {data_parallel_size} ranks, got "
+            f"Expected an expert-parallel size that divides {num_ranks} ranks, got "
             f"{expert_size} in {counted(num_instances, 'instance')}."
         )
 
     outer = {OUTER_AXIS: num_instances} if num_instances > 1 else {}
-    return {**outer, EXPERT_DATA_AXIS: data_parallel_size // unit, EXPERT_AXIS: expert_size}
+    return {**outer, EXPERT_DATA_AXIS: num_ranks // unit, EXPERT_AXIS: expert_size}
 
 
 def _build(device_kind: str, shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:

@@ -356,6 +356,7 @@ class RunConfig:
                 number of ranks.
         """
         size = self.parallel.data_parallel_size(world_size)
+        self._check_context()
         batch = self.training.global_batch_size or self.training.micro_batch_size * size
         training = dataclasses.replace(self.training, global_batch_size=batch)
 
@@ -488,6 +489,23 @@ class RunConfig:
                 model.moe_router_topk,
             )
 
+    def _check_context(self) -> None:
+        """ConfigError unless ranks can divide the sequences, and the heads of what mixes their
+        positions.
+        """
+        size, length, model = self.parallel.context_parallel_size, self.data.seq_length, self.model
+        expected = f"a multiple of --context-parallel-size {size}"
+        expect(length % size == 0, "--seq-length", expected, length)
+
+        flag, is_linear = "--context-parallel-size", model.linear_layers()
+        if self.parallel.cp_comm_type == "a2a" and not all(is_linear):
+            heads = model.num_attention_heads
+            expected = f"a divisor of --num-attention-heads {heads}, or --cp-comm-type all_gather"
+            expect(heads % size == 0, flag, expected, size)
+        if any(is_linear):
+            heads = model.linear_num_value_heads
+            expect(heads % size == 0, flag, f"a divisor of --linear-num-value-heads {heads}", size)
+
     def _check_flags_that_need_others(self) -> None:
         expect(
             self.training.skip_train or self.data.split_fractions[0] > 0,
@@ -555,6 +573,12 @@ class RunConfig:
             "--optimizer-update-on-device",
             "0 without --use-megatron-fsdp, whose groups have flat buffers",
             self.optimizer.optimizer_update_on_device,
+        )
+        expect(
+            bool(self.parallel.use_megatron_fsdp) or not self.optimizer.early_update_bytes,
+            "--optimizer-early-update-gib",
+            "0 without --use-megatron-fsdp, whose groups have flat buffers",
+            self.optimizer.optimizer_early_update_gib,
         )
         if not self.parallel.use_megatron_fsdp:
             for flag, dtype in (

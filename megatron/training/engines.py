@@ -256,6 +256,7 @@ class ModuleEngine:
             num_microbatches=count,
             device=self.device.torch_device,
             mesh=self.mesh,
+            context_size=self.config.parallel.context_parallel_size,
             votes=votes,
             mark=mark,
         )

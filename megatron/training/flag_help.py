@@ -52,6 +52,7 @@ GROUPS: dict[str, tuple[type[Any] | str, ...]] = {
         "overlap_cpu_optimizer_d2h_h2d",
         "overlap_optimizer_with_forward",
         "optimizer_update_on_device",
+        "optimizer_early_update_gib",
         "pin_cpu_grads",
         "pin_cpu_params",
         "host_threads",

@@ -13,7 +13,6 @@ from typing import Any, Protocol
 
 from megatron.core.datasets.sample_dataset import SampleDataset
 from megatron.core.datasets.sampler import GlobalBatchSampler, build_data_loader
-from megatron.core.mesh import data_parallel_rank, data_parallel_size
 from megatron.training.checkpoint.run_info import RecoverInfo
 from megatron.training.checkpoint.saver import Frequency, Saver
 from megatron.training.config import RunConfig
@@ -189,7 +188,8 @@ class Loop:
 
     @property
     def _num_microbatches(self) -> int:
-        return self.config.num_microbatches(data_parallel_size(self.engine.mesh))
+        size = self.config.parallel.data_parallel_size(self.engine.mesh.size())
+        return self.config.num_microbatches(size)
 
     def _step(self, batches: Iterator[Batch]) -> StepResult:
         """One iteration's step, and its report."""
@@ -293,14 +293,14 @@ class Loop:
         """This rank's microbatches of the global batches that cover samples `first_sample` to
         `num_samples`, in order.
         """
-        config, mesh = self.config, self.engine.mesh
+        config, mesh, parallel = self.config, self.engine.mesh, self.config.parallel
         sampler = GlobalBatchSampler(
             num_samples=num_samples,
             consumed_samples=first_sample,
             micro_batch_size=config.training.micro_batch_size,
             global_batch_size=config.global_batch_size,
-            data_parallel_rank=data_parallel_rank(mesh),
-            data_parallel_size=data_parallel_size(mesh),
+            data_parallel_rank=parallel.data_parallel_rank(mesh.get_local_rank()),
+            data_parallel_size=parallel.data_parallel_size(mesh.size()),
         )
         pin_memory = self.engine.device.pins_batches
         loader = build_data_loader(

@@ -300,18 +300,23 @@ class Metrics:
         """
         ms = {name: getattr(timings, name) * _MILLISECONDS for name in _TIMES}
         rate = timings.host_bytes_per_second
+        details = [] if rate is None else [f"{rate / _GIGA:.1f} GB/s"]
+        if timings.early_bytes:
+            details.append(f"{100 * timings.early_share:.0f} % early")
         logger.info(
             "offload (ms a step): d2h %.1f, host %.1f%s, h2d %.1f; waited for d2h %.1f, host %.1f, "
             "h2d %.1f",
             ms["d2h"],
             ms["host"],
-            "" if rate is None else f" ({rate / _GIGA:.1f} GB/s)",
+            f" ({', '.join(details)})" if details else "",
             *(ms[name] for name in ("h2d", "waited_d2h", "waited_host", "waited_h2d")),
         )
 
         values = {f"{name}_ms": value for name, value in ms.items()}
         if rate is not None:
             values["host_gb_per_second"] = rate / _GIGA
+        if timings.early_bytes:
+            values["early_share"] = timings.early_share
         self._write("timing", iteration, num_steps=timings.num_steps, **values)
 
     def activation_timings(self, timings: LaneTimings, iteration: int) -> None:

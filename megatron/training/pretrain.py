@@ -106,7 +106,7 @@ def pretrain(
     kind = kind_of(config.device.device)
     device = Device.for_rank(kind, launch.local_rank, launch.local_world_size)
     has_machines = launch.world_size > launch.local_world_size
-    if has_machines or config.parallel.expert_model_parallel_size > 1:
+    if has_machines or config.parallel.has_exchanges:
         device.order_collectives()
     providers = Providers(model_provider, datasets_provider, forward_step, flops_per_sequence)
     is_embedded = dist.is_initialized()

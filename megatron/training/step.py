@@ -21,7 +21,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from megatron.core.distributed.megatron_fsdp import context_of, microbatch_of
 from megatron.core.issued_collectives import issuing
-from megatron.core.mesh import data_parallel_size
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer, PlannedStep
 from megatron.core.timeline import NO_TIMELINE, RANKS, AnyTimeline
 from megatron.core.transformer.expert_bias import update_expert_bias
@@ -112,6 +111,7 @@ def train_step(
     num_microbatches: int,
     device: torch.device,
     mesh: DeviceMesh,
+    context_size: int = 1,
     votes: Callable[[], tuple[float, ...]] = tuple,
     mark: MarkPhase = unmarked,
 ) -> StepResult:
@@ -125,6 +125,9 @@ def train_step(
     Args:
         microbatches: this rank's; every tensor has its samples in the first dimension, and all
             ranks have equally many.
+        context_size: how many ranks have the same samples, of which they divide the tokens. The
+            means over all ranks are right as they are: each rank's loss is `context_size` times its
+            part of the sum (`SequenceSlice`), and its weight that of the whole microbatch.
         votes: called after the backward, so a signal counts in the step that it arrived in.
 
     Raises:
@@ -158,6 +161,7 @@ def train_step(
         update_expert_bias(model, agreed.load)
     optimizer.zero_grad()
     loss_scale = None if optimizer.loss_scaler is None else optimizer.loss_scale
+    num_samples = num_samples * mesh.size() // context_size
     result = _result(agreed, told, num_samples, loss_scale, mesh)
     return replace(result, is_skipped=not has_stepped, bad_ranks=bad_ranks)
 
@@ -175,10 +179,9 @@ def _clearing_gradients_on_error(optimizer: DistributedOptimizer) -> Iterator[No
 def _result(
     agreed: _Agreed, told: Told, num_samples: int, loss_scale: float | None, mesh: DeviceMesh
 ) -> StepResult:
-    """Of a step that is not skipped, with this rank's number of samples."""
+    """Of a step that is not skipped, with this number of samples."""
     _, *zeros = agreed.measures
-    size = data_parallel_size(mesh)
-    loss, *auxiliary = (total / size / agreed.grad_divisor for total in agreed.loss_sums)
+    loss, *auxiliary = (total / mesh.size() / agreed.grad_divisor for total in agreed.loss_sums)
     return StepResult(
         loss=loss,
         grad_norm=agreed.grad_norm,
@@ -187,7 +190,7 @@ def _result(
         votes=agreed.votes,
         loss_scale=loss_scale,
         num_zeros=int(zeros[0]) if zeros else None,
-        num_samples=num_samples * size,
+        num_samples=num_samples,
         is_masked=agreed.is_masked,
         auxiliary=dict(zip(told.names, auxiliary, strict=True)),
         expert_load=agreed.load,
@@ -405,7 +408,7 @@ def _grad_divisor(weight: float, told: Told, mesh: DeviceMesh) -> float:
     Args:
         weight: the sum over all microbatches of all ranks.
     """
-    return weight / (told.num_microbatches * data_parallel_size(mesh)) if weight else 1.0
+    return weight / (told.num_microbatches * mesh.size()) if weight else 1.0
 
 
 def _ranks_with_bad_loss(told: Told, mesh: DeviceMesh) -> tuple[int, ...]:

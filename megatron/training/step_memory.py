@@ -154,6 +154,8 @@ def microbatch_of(config: EngineConfig, device_kind: str) -> Microbatch:
         DTYPES[config.compute_dtype].itemsize,
         device_kind,
         exchanges_tokens=config.parallel.expert_model_parallel_size > 1,
+        context_size=config.parallel.context_parallel_size,
+        gathers_keys=config.parallel.cp_comm_type == "all_gather",
     )
 
 
@@ -309,7 +311,7 @@ def _in_use(model: GPTModel, states: PlannedMemory, config: EngineConfig, world_
             if not group.defers_all_axes:
                 of_one = max(of_one, group.partial_grads_nbytes)
             numel = max(math.prod(parameter.shape) for parameter in group.parameters)
-            if group.requires_grad:
+            if group.requires_grad and not group.skips_reduction:
                 largest = max(largest, numel // group.layout.num_blocks * group.dtype.itemsize)
             if unit.module is model:
                 root_weights += group.whole_weights_nbytes

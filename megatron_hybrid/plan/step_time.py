@@ -20,7 +20,7 @@ from functools import cached_property
 
 from megatron.core.optimizer.config import Overlap
 from megatron.core.optimizer.cpu_offloading.update_split import interleaved
-from megatron_hybrid.plan.simulation import Task, simulate, waits
+from megatron_hybrid.plan.simulation import Span, Task, simulate, waits
 
 COMPUTE, HOST, LINK, DEVICE, OTHERS = PARTS = (
     "compute",
@@ -104,7 +104,8 @@ class Work:
             which updates it; None: the share with the shortest step.
         activations: bytes copied to the host in each forward, and back in its backward.
         hides_activations: whether only as many are copied as the computation hides.
-        exchanged: bytes of tokens sent to experts and back in each microbatch, which never overlap.
+        exchanged: bytes that expert and context parallelism exchange in each microbatch, which
+            never overlap.
         exchanges: number per microbatch.
     """
 
@@ -168,8 +169,8 @@ def step_time(work: Work, machine: Machine, *, compute: float | None = None) -> 
     if compute is not None:
         machine = replace(machine, flops=work.flops * work.num_microbatches / compute)
     if work.update_on_device is not None:
-        return _Step(work, machine, work.update_on_device).time()
-    alone = _Step(work, machine, 0.0).time()
+        return SimulatedStep(work, machine, work.update_on_device).time()
+    alone = SimulatedStep(work, machine, 0.0).time()
     if machine.device_is_host or alone.hides_offloading:
         return alone
     times = {0.0: alone}
@@ -177,21 +178,24 @@ def step_time(work: Work, machine: Machine, *, compute: float | None = None) -> 
     while width > _CLOSE:
         for share in (best - width, best, best + width):
             if share not in times and 0 <= share <= 1:
-                times[share] = _Step(work, machine, share).time()
+                times[share] = SimulatedStep(work, machine, share).time()
         best, width = min(times, key=lambda share: times[share].seconds), width / 2
     return times[best]
 
 
-class _Step:
+class SimulatedStep:
     """The tasks of two steps, in the order of their lanes.
 
     Gradients and weights of the host's pass and states of the streamed one have separate lanes,
     which share the link.
+
+    Attributes:
+        tasks: from the last backward of the step before to that of the second.
     """
 
     def __init__(self, work: Work, machine: Machine, share: float) -> None:
         self._work, self._machine = work, machine
-        self._tasks: list[Task] = []
+        self.tasks: list[Task] = []
         self._is_streamed = interleaved([group.states for group in work.groups], share)
         self._share = share
         # The latest tasks that leave a group's gradients in host memory, update it there in spare
@@ -205,39 +209,44 @@ class _Step:
             for flops in zip(*((one.forward, one.backward) for one in work.groups), strict=True)
         )
 
-    def time(self) -> StepTime:
-        """Simulates the tasks."""
         norms = [self._last_backward()]
         for _ in range(2):
             self._update(norms[-1])
             self._first_forward()
             self._middle()
             norms.append(self._last_backward())
-        begin = norms[1]
+        _, self._begin, self._end = norms
+
+    def spans(self) -> list[Span]:
+        """Simulates the tasks."""
         link, memory = self._machine.link_bytes, self._machine.memory_bytes
         rates = {"down": link, "up": link, "interconnect": 1.0}
-        spans = simulate(self._tasks, rates if memory is None else {**rates, "memory": memory})
+        return simulate(self.tasks, rates if memory is None else {**rates, "memory": memory})
 
+    def time(self) -> StepTime:
+        """Returns the time of the second step."""
+        spans, begin = self.spans(), self._begin
         # A step drops early updates that have not begun.
-        norm = spans[norms[-1]].end
+        norm = spans[self._end].end
         late = {index for index, task in self._early.items() if spans[task].begin >= norm}
         if late:
             groups = tuple(
                 replace(group, early_pass=0.0) if index in late else group
                 for index, group in enumerate(self._work.groups)
             )
-            return _Step(replace(self._work, groups=groups), self._machine, self._share).time()
+            work = replace(self._work, groups=groups)
+            return SimulatedStep(work, self._machine, self._share).time()
 
         parts = dict.fromkeys(PARTS, 0.0)
-        for task, span in zip(self._tasks[begin + 1 :], spans[begin + 1 :], strict=True):
+        for task, span in zip(self.tasks[begin + 1 :], spans[begin + 1 :], strict=True):
             parts[task.kind] += span.end - span.begin if task.lane == COMPUTE else 0.0
-        for index, kind, seconds in waits(self._tasks, spans, COMPUTE):
+        for index, kind, seconds in waits(self.tasks, spans, COMPUTE):
             parts[kind] += seconds if index > begin else 0.0
         return StepTime(
             parts,
             self._share,
             self._forward,
-            self._work.activations / link,
+            self._work.activations / self._machine.link_bytes,
             self._work.num_microbatches * sum(self._exposed_activations()),
         )
 
@@ -265,7 +274,7 @@ class _Step:
         if not group.host_pass or self._is_streamed[index]:
             return
         self._down[index] = self._copy("gradients down", "down", group.down, [after])
-        if group.early_pass:
+        if group.early_pass and self._work.overlap.in_backward:
             self._early[index] = self._host(group.early_pass, [self._down[index]])
 
     def _update(self, norm: int) -> None:
@@ -338,8 +347,8 @@ class _Step:
             lane = COMPUTE
         elif kind in (HOST, LINK) and lane != COMPUTE and not self._work.overlap.has_lanes:
             lane = HOST
-        self._tasks.append(Task(lane, kind, seconds, after, uses))
-        return len(self._tasks) - 1
+        self.tasks.append(Task(lane, kind, seconds, after, uses))
+        return len(self.tasks) - 1
 
     def _compute(self, flops: float, after: Sequence[int]) -> int:
         """Adds the computation of a group, and its part of the exchanges of tokens."""

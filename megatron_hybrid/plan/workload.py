@@ -13,11 +13,17 @@ import torch
 
 from megatron.core.distributed.fsdp.group_plan import THE_MODEL
 from megatron.core.dtypes import DTYPES
+from megatron.core.models.gpt.activations import Microbatch
 from megatron.core.models.gpt.flops import num_floating_point_operations
 from megatron.core.optimizer.cpu_offloading.plan import PlannedGroup
 from megatron.core.optimizer.cpu_offloading.streamed_pass import SLOT_NUMEL
 from megatron.core.transformer.fused_weight import matrices_of
-from megatron.core.transformer.spec import ModelSpec
+from megatron.core.transformer.spec import (
+    GatedDeltaNetSpec,
+    LatentAttentionSpec,
+    Mixer,
+    ModelSpec,
+)
 from megatron.training.config import RunConfig
 from megatron_hybrid.plan.planned_run import PlannedRun
 from megatron_hybrid.plan.step_time import GroupWork, Work
@@ -39,16 +45,13 @@ class _Part(NamedTuple):
     collectives: GroupWork
 
 
-def work_of(run: PlannedRun, fraction: float | None, early_bytes: float = 0.0) -> Work:
-    """Returns one step of a rank at an offload fraction.
-
-    Args:
-        early_bytes: spare host memory, for which the last groups are updated during backward.
-    """
+def work_of(run: PlannedRun, fraction: float | None) -> Work:
+    """Returns one step of a rank at an offload fraction."""
     config = run.at(fraction)
     parts = _parts(run, fraction)
+    exchanged, num_exchanges = _exchanges(run)
     return Work(
-        groups=_groups(run, parts, config, early_bytes),
+        groups=_groups(run, parts, config),
         num_microbatches=run.num_microbatches,
         norm=sum(part.numel * part.grad.itemsize for part in parts),
         device_pass=sum(
@@ -59,15 +62,13 @@ def work_of(run: PlannedRun, fraction: float | None, early_bytes: float = 0.0) -
         update_on_device=config.optimizer.update_on_device,
         activations=run.memory(fraction).activations_on_host,
         hides_activations=config.execution.activation_offload_fraction == "auto",
-        exchanged=_exchanged(run),
-        exchanges=4 * len(run.spec.mixtures) if _exchanged(run) else 0,
+        exchanged=exchanged,
+        exchanges=num_exchanges,
         overlap=config.optimizer.overlap,
     )
 
 
-def _groups(
-    run: PlannedRun, parts: Sequence[_Part], config: RunConfig, early_bytes: float
-) -> tuple[GroupWork, ...]:
+def _groups(run: PlannedRun, parts: Sequence[_Part], config: RunConfig) -> tuple[GroupWork, ...]:
     """Returns the groups in the order of forward, and one for what has no layer: the loss."""
     of_layers = _layer_flops(run)
     counts = Counter(_layer_of(part.name) for part in parts)
@@ -90,14 +91,14 @@ def _groups(
                 chunks=max(1, math.ceil(part.numel / SLOT_NUMEL)),
             )
         groups.append(made)
+    left: float = config.optimizer.early_update_bytes
     for index in reversed(range(len(groups))):
-        # In spare memory: main weights, states and weights, which are written and not overwritten.
-        early_bytes -= groups[index].states + groups[index].up
-        if early_bytes < 0:
-            break
-        if groups[index].host_pass:
-            early_pass = groups[index].host_pass + groups[index].states
-            groups[index] = replace(groups[index], early_pass=early_pass)
+        group = groups[index]
+        # Of the undo log, and of weights that otherwise take the place of their gradients.
+        cost = group.states + (group.up if group.up == group.down else 0)
+        if 0 < cost <= left:
+            left -= cost
+            groups[index] = replace(group, early_pass=group.host_pass + group.states)
     # Once a step; a rank's part is as large as its part of the elements.
     muon = newton_schulz_flops(run) * sum(part.numel for part in parts) / run.trained_numel
     return (*groups, GroupWork(rest, backward * rest + muon / run.num_microbatches))
@@ -116,7 +117,8 @@ def _layer_flops(run: PlannedRun) -> dict[int, float]:
         )
         for layer in set(spec.layers)
     }
-    return {number: kinds[layer] / 3 for number, layer in enumerate(spec.layers)}
+    num_parts = 3 * run.config.parallel.context_parallel_size
+    return {number: kinds[layer] / num_parts for number, layer in enumerate(spec.layers)}
 
 
 def _layer_of(name: str) -> int:
@@ -126,13 +128,14 @@ def _layer_of(name: str) -> int:
 
 
 def flops_of_microbatch(run: PlannedRun) -> int:
-    """Returns the FLOP of forward and backward, as Megatron counts them."""
-    return num_floating_point_operations(
+    """Returns the FLOP of forward and backward of one rank, as Megatron counts them."""
+    of_sequences = num_floating_point_operations(
         run.spec,
         run.model.vocab_size,
         run.config.data.seq_length,
         run.config.training.micro_batch_size,
     )
+    return of_sequences // run.config.parallel.context_parallel_size
 
 
 def newton_schulz_flops(run: PlannedRun) -> int:
@@ -224,12 +227,50 @@ def _cast_bytes(part: _Part) -> int:
     return part.numel * (part.main.itemsize + part.weight.itemsize) if is_apart else 0
 
 
-def _exchanged(run: PlannedRun) -> float:
-    """Returns the bytes of tokens exchanged with experts on other ranks, and of gradients."""
+def _exchanges(run: PlannedRun) -> tuple[float, int]:
+    """Returns the bytes that ranks of expert and context parallelism exchange in a microbatch, and
+    the number of exchanges.
+    """
+    nbytes, number, batch = 0.0, 0, run.microbatch
     size = run.config.parallel.expert_model_parallel_size
-    if size == 1:
-        return 0.0
-    choices = sum(mixture.router.top_k for mixture in run.spec.mixtures)
-    batch = run.microbatch
-    of_token = run.spec.hidden_size * batch.itemsize
-    return 4.0 * batch.num_tokens * choices * of_token * (size - 1) / size
+    if size > 1:
+        choices = sum(mixture.router.top_k for mixture in run.spec.mixtures)
+        of_token = run.spec.hidden_size * batch.itemsize
+        nbytes += 4.0 * batch.num_tokens * choices * of_token * (size - 1) / size
+        number += 4 * len(run.spec.mixtures)
+    if batch.context_size > 1:
+        mixers = [layer.mixer for layer in run.spec.layers]
+        nbytes += sum(exchanged_by(mixer, batch) for mixer in mixers)
+        number += sum(_num_exchanges(mixer, batch) for mixer in mixers)
+    return nbytes, number
+
+
+def exchanged_by(mixer: Mixer, batch: Microbatch) -> float:
+    """Returns the bytes that a rank of context parallelism sends in a layer's forward and backward.
+
+    docs/long_context.md has the formulas.
+    """
+    others = (batch.context_size - 1) / batch.context_size
+    return 2.0 * batch.num_tokens * _sent_of_token(mixer, batch) * others
+
+
+def _sent_of_token(mixer: Mixer, batch: Microbatch) -> int:
+    """Returns a token's bytes in the exchanges of a forward, the part that stays included."""
+    itemsize = batch.itemsize
+    if isinstance(mixer, GatedDeltaNetSpec):
+        keys = 2 * mixer.key_size * batch.num_head_copies(mixer.num_key_heads)
+        rates = 2 * mixer.num_value_heads * torch.float32.itemsize
+        return (keys + 2 * mixer.value_size) * itemsize + rates
+
+    if isinstance(mixer, LatentAttentionSpec):
+        keys, result = mixer.query_size + mixer.value_size, mixer.value_size
+        keys *= batch.num_key_copies(mixer.num_heads)
+    else:
+        keys, result = 2 * mixer.key_value_size, mixer.query_size
+        keys *= batch.num_key_copies(mixer.num_key_value_heads)
+    return itemsize * (keys if batch.gathers_keys else keys + mixer.query_size + result)
+
+
+def _num_exchanges(mixer: Mixer, batch: Microbatch) -> int:
+    is_gathered = batch.gathers_keys and not isinstance(mixer, GatedDeltaNetSpec)
+    return 2 if is_gathered else 4

@@ -111,40 +111,52 @@ _DTYPES = ["float64", "int8", "float32", "float8_e4m3fn", "complex128", "quint8"
 def _announce(draw: st.DrawFn, members: dict[str, Any]) -> None:
     """Another member, tensor or chunk; or a lie that fits itself."""
     group = members[pick(draw, ["tensors", "tensors", "tensors", "plain"])]
-    keys = [key for key, saved in group.items() if saved and len(saved) == 3 and saved[2]]
+    keys = [key for key, saved in group.items() if saved and len(saved) == 4 and saved[3]]
     if not keys:
         return
     key = pick(draw, keys)
     saved = group[key]
-    chunks = saved[2]
-    chunk = pick(draw, chunks)
-    kinds = ["number", "number", "size", "size", "larger", "larger", "dtype", "twice", "exchange"]
-    kinds += ["many", "split", "remove", "key", "group", "writer", "member", "dims"]
+    # A division that no other tensor has.
+    rows = [list(row) for row in members["divisions"][saved[2]]]
+    saved[2] = len(members["divisions"])
+    members["divisions"].append(rows)
+    offsets = saved[3]
+    at = pick(draw, range(min(len(rows), len(offsets))))
+    row, offset = rows[at], offsets[at]
+    kinds = ["number", "number", "offset", "offset", "size", "size", "larger", "larger", "dtype"]
+    kinds += ["twice", "exchange", "many", "split", "remove", "key", "group", "writer", "member"]
+    kinds += ["dims", "division", "rows"]
     kind = pick(draw, kinds)
     if kind == "number":
-        chunk[pick(draw, range(len(chunk)))] = pick(draw, _NUMBERS)
+        row[pick(draw, range(len(row)))] = pick(draw, _NUMBERS)
+    elif kind == "offset":
+        offsets[at] = pick(draw, _NUMBERS)
     elif kind == "size" and saved[1]:
         saved[1][pick(draw, range(len(saved[1])))] = pick(draw, _NUMBERS)
     elif kind == "larger":  # the tensor and its only chunk, which tile each other
         shape = pick(draw, [[2**40], [2**20, 2**20], [0, 2**62], [1] * 64, [1] * 500, [3], []])
-        saved[1:] = [shape, [[*chunk[:2], *(0 for _ in shape), *shape]]]
+        saved[1], saved[3] = shape, [offset]
+        rows[:] = [[row[0], *(0 for _ in shape), *shape]]
     elif kind == "dtype":
         saved[0] = pick(draw, _DTYPES)
     elif kind == "twice":
-        chunks.append(list(chunk))
+        rows.append(list(row))
+        offsets.append(offset)
     elif kind == "exchange":
         other = group[pick(draw, keys)]
-        saved[2], other[2] = other[2], saved[2]
+        saved[2:], other[2:] = other[2:], saved[2:]
     elif kind == "many":
-        chunks.extend([list(chunk)] * pick(draw, [1, 3000]))
-    elif kind == "split" and len(chunk) > 3 and isinstance(chunk[-1], int) and chunk[-1] < 100:
-        size = chunk[-1]  # into columns, each at the same place or behind the last
+        number = pick(draw, [1, 3000])
+        rows.extend([list(row)] * number)
+        offsets.extend([offset] * number)
+    elif kind == "split" and len(row) > 2 and isinstance(row[-1], int) and row[-1] < 100:
+        size = row[-1]  # into columns, each at the same place or behind the last
         step = pick(draw, [0, 1, 4])
-        chunks.remove(chunk)
-        half = len(chunk) // 2
-        for at in range(size):
-            part = [*chunk[:half], chunk[half] + at, *chunk[half + 1 : -1], 1]
-            chunks.append([part[0], part[1] + at * step, *part[2:]])
+        del rows[at], offsets[at]
+        half = len(row) // 2
+        for column in range(size):
+            rows.append([*row[:half], row[half] + column, *row[half + 1 : -1], 1])
+            offsets.append(offset + column * step)
     elif kind == "remove":
         del group[key]
     elif kind == "key":
@@ -158,7 +170,13 @@ def _announce(draw: st.DrawFn, members: dict[str, Any]) -> None:
         name = pick(draw, [*members])
         members[name] = pick(draw, [None, {}, [], 0, "x", [[]], {key: saved}, 3])
     elif kind == "dims":
-        saved[1:] = [[*saved[1], 1], [[*each[: 2 + len(saved[1])], 0, 1] for each in chunks]]
+        half = len(saved[1]) + 1
+        saved[1] = [*saved[1], 1]
+        rows[:] = [[*each[:half], 0, *each[half:], 1] for each in rows]
+    elif kind == "division":
+        saved[2] = pick(draw, _NUMBERS)
+    elif kind == "rows":
+        del rows[at]
 
 
 def _set_somewhere(draw: st.DrawFn, found: Any) -> None:

@@ -21,23 +21,22 @@ from tests.simulated_accelerator.helpers.behaviours import (
     DEFAULT_LAST,
     GPU_WITH_PAUSES,
     LANES_LAST,
+    WITH_PAUSES,
     Behaviour,
 )
 from tests.simulated_accelerator.helpers.engines import CASES
 
 LIMIT = 500.0  # seconds
-SOME = ["offload forward half", "fp16 moments"]
+SOME = ["offload forward half", "offload streamed half", "fp16 moments"]
 Snapshot = dict[str, torch.Tensor]
 
 
-def ways_to_train(name: str, *by_default: Behaviour) -> pytest.MarkDecorator:
+def ways_to_train(*default: tuple[str, Behaviour]) -> pytest.MarkDecorator:
     """Parametrizes with some engines under all behaviours, and with the others under one.
 
     Args:
-        name: the engine of the default run.
-        by_default: its behaviours.
+        default: the engines of the default run, and their behaviours.
     """
-    default = [(name, each) for each in by_default]
     others = [
         (name, each)
         for name in CASES
@@ -77,21 +76,24 @@ def _wrong_tensors(folder: str, contents: Contents, snapshot: Snapshot) -> list[
 
 
 def _save_during_steps(folder: str, name: str, behaviour: Behaviour) -> list[str]:
-    """Wrong tensors in a checkpoint whose save ran during two more steps."""
+    """Wrong tensors in a checkpoint whose save ran during the last update, and two more steps."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     with behaviour.applied():
-        engine = engines.make_engine(name, behaviour.kind)
-        engines.train(engine, behaviour.kind, range(1))
-        state = engine.state
+        waiting = engines.make_engine(name, behaviour.kind)
+        # An evaluation comes before the last step, and would wait for an update.
+        engines.train(waiting, behaviour.kind, range(3))
         torch.accelerator.synchronize()
-        state.optimizer.synchronize()
-        snapshot = _snapshot(state.contents(engine.device, with_optim=True))
+        waiting.state.optimizer.synchronize()
+        snapshot = _snapshot(waiting.state.contents(waiting.device, with_optim=True))
 
-        # Steps continue at once: values must have been read before they are overwritten.
-        contents = state.contents(engine.device, with_optim=True)
+        engine = engines.make_engine(name, behaviour.kind)
+        state = engine.state
         with CheckpointManager.start(folder, engine.device, rank, world_size) as manager:
+            engines.train(engine, behaviour.kind, range(3))
+            contents = state.contents(engine.device, with_optim=True)
             manager.save(1, contents, {})
-            engines.train(engine, behaviour.kind, range(1, 3))
+            # Steps continue at once: values must have been read before they are overwritten.
+            engines.train(engine, behaviour.kind, range(3, 5))
             manager.finish()
         dist.barrier()
         assert len(snapshot) > 20
@@ -100,7 +102,12 @@ def _save_during_steps(folder: str, name: str, behaviour: Behaviour) -> list[str
     return wrong
 
 
-@ways_to_train("fp16 moments", DEFAULT_LAST, GPU_WITH_PAUSES)
+@ways_to_train(
+    ("fp16 moments", DEFAULT_LAST),
+    ("fp16 moments", GPU_WITH_PAUSES),
+    ("offload streamed half", LANES_LAST),
+    ("offload streamed", WITH_PAUSES),
+)
 def test_a_save_during_training_holds_the_values_of_its_start(
     tmp_path: Path, behaviour: Behaviour, name: str
 ):
@@ -129,7 +136,7 @@ def _resume(folder: str, name: str, behaviour: Behaviour) -> bool:
     return whole == again == resumed
 
 
-@ways_to_train("offload forward half", LANES_LAST, GPU_WITH_PAUSES)
+@ways_to_train(("offload forward half", LANES_LAST), ("offload forward half", GPU_WITH_PAUSES))
 def test_resuming_from_a_checkpoint_gives_the_same_losses(
     tmp_path: Path, behaviour: Behaviour, name: str
 ):

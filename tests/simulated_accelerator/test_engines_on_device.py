@@ -34,7 +34,14 @@ NUM_GROUPS = 4  # three layers, and the rest of the model
 IN_FP32 = ["zero3 fp32", "zero1 fp32"]
 IN_BF16 = [name for name, case in CASES.items() if case.dtype == "bf16" and name != "fp16 moments"]
 # Together these use every lane. `test_checkpoints_on_device.py` trains with fp16 moments.
-SOME = ["zero3 fp32", "hsdp", "offload forward half", "offload streamed", "activations recomputed"]
+SOME = [
+    "zero3 fp32",
+    "hsdp",
+    "offload forward half",
+    "offload streamed",
+    "offload early half",
+    "activations recomputed",
+]
 ON_ONE_RANK = [
     name for name, case in CASES.items() if case.parallel.num_distributed_optimizer_instances == 1
 ]

@@ -473,7 +473,7 @@ def _over_one_rank() -> None:
 
     generator = torch.Generator().manual_seed(0)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(collectives, "_all_gather_on_device", unused)
+        patch.setattr(collectives, "all_gather_on_device", unused)
         patch.setattr(collectives, "_reduce_scatter_on_device", unused)
         patch.setattr(collectives, "_DIVIDED_NUMEL", 300)  # several pieces
         for dtypes in itertools.product((torch.float32, torch.bfloat16), repeat=2):

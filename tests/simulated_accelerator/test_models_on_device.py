@@ -1,11 +1,12 @@
-"""Packed documents and a model that reads images, on the simulated accelerator: the numbers of the
-CPU, one wait a step, and the same bits wherever states and activations are. The simulator has no
-convolution, so no delta nets are among the layers.
+"""Packed documents, also in sequences that ranks divide, and a model that reads images, on the
+simulated accelerator: the numbers of the CPU, one wait a step, and the same bits wherever states
+and activations are. The simulator has no convolution, so no delta nets are among the layers.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import pytest
@@ -36,17 +37,25 @@ pytestmark = pytest.mark.sim
 STEPS = 2
 VOCABULARY, BATCH, SEQ = 64, 2, 16
 LENGTHS = ((5, 11, 16), (1, 7, 8, 10, 6))  # of the documents of each step
+FROZEN = "images, frozen"
 ON_DEVICE, ON_HOST, ACTIVATIONS = "on the device", "on the host", "activations, too"
 
 Batch = dict[str, Any]
 
 
 class Case(NamedTuple):
-    """A model, its batch of a step on this rank, and its forward pass."""
+    """A model, its batch of a step on this rank, its forward pass, and how many ranks divide each
+    sequence.
+    """
 
     build: Callable[[], nn.Module]
     batch: Callable[[int], Batch]
     forward_step: Callable[[nn.Module, Batch], torch.Tensor]
+    context_size: int = 1
+
+    @property
+    def has_images(self) -> bool:
+        return self.batch is _images_batch
 
 
 def _documents_model() -> nn.Module:
@@ -54,8 +63,9 @@ def _documents_model() -> nn.Module:
     return GPTModel(TransformerConfig(4, 32, 2, **dropout), VOCABULARY)
 
 
-def _documents_batch(step: int) -> Batch:
-    generator = torch.Generator().manual_seed(10 * step + dist.get_rank())
+def _documents_batch(step: int, rank: int | None = None) -> Batch:
+    rank = dist.get_rank() if rank is None else rank
+    generator = torch.Generator().manual_seed(10 * step + rank)
     tokens = torch.randint(VOCABULARY, (BATCH, SEQ), generator=generator)
     # Every third token is learned.
     weights = (torch.arange(BATCH * SEQ) % 3 == 0).float().view(BATCH, SEQ)
@@ -106,8 +116,11 @@ def _images_step(model: nn.Module, batch: Batch) -> torch.Tensor:
 
 CASES = {
     "documents": Case(_documents_model, _documents_batch, _documents_step),
+    "documents, divided": Case(
+        _documents_model, partial(_documents_batch, rank=0), _documents_step, context_size=2
+    ),
     "images": Case(vision_models.build, _images_batch, _images_step),
-    "images, frozen": Case(_frozen_vision_model, _images_batch, _images_step),
+    FROZEN: Case(_frozen_vision_model, _images_batch, _images_step),
 }
 
 
@@ -125,11 +138,15 @@ def _course(
         OptimizerConfig(
             optimizer_cpu_offload=is_offloaded,
             overlap_cpu_optimizer_d2h_h2d=is_offloaded,
-            lr_multipliers=() if name == "documents" else ("vision=0.5",),
+            lr_multipliers=("vision=0.5",) if case.has_images else (),
         ),
         LRScheduleConfig(lr=1e-2, lr_decay_style="constant"),
         # By default accelerators would add fp32 gradients up before they are rounded.
-        DataParallelConfig(main_grads_dtype="bf16", megatron_fsdp_grad_comm_dtype="bf16"),
+        DataParallelConfig(
+            main_grads_dtype="bf16",
+            megatron_fsdp_grad_comm_dtype="bf16",
+            context_parallel_size=case.context_size,
+        ),
         train_iters=STEPS,
         execution=execution,
     )
@@ -167,13 +184,19 @@ def _on_device(name: str, behaviour: Behaviour) -> list[Any]:
     def waits_of_main_thread() -> int:
         return sim.syncs_by_thread().get("MainThread", 0)
 
-    places = [ON_DEVICE, ON_HOST, *([ACTIVATIONS] if name == "documents" else [])]
+    places = [ON_DEVICE, ON_HOST, *([] if CASES[name].has_images else [ACTIVATIONS])]
     with behaviour.applied():
         return [_course(name, "sim", where, waits_of_main_thread) for where in places]
 
 
 @pytest.mark.parametrize(
-    "name", ["documents", "images", pytest.param("images, frozen", marks=pytest.mark.wide)]
+    "name",
+    [
+        "documents",
+        "documents, divided",
+        "images",
+        pytest.param("images, frozen", marks=pytest.mark.wide),
+    ],
 )
 @all_behaviours(LANES_LAST)
 def test_a_model_trains_as_on_the_cpu_wherever_its_states_are(

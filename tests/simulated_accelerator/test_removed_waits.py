@@ -9,18 +9,21 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import pytest
 import torch
 
+from megatron.core.lanes import ThreadEvent
+from megatron.core.optimizer.kernels.piece import HostKernel
 from megatron.training.engines import ModuleEngine
 from tests.helpers.ranks import run_ranks
 from tests.simulated_accelerator.helpers import engines
 from tests.simulated_accelerator.helpers.behaviours import DEFAULT_LAST, LANES_LAST, Behaviour
 from tests.simulated_accelerator.helpers.removed_waits import REMOVALS, recorded_lanes, removed
+from tests.unit_tests.core.optimizer.cpu_offloading.test_early_updates import Trained
 
 pytestmark = pytest.mark.sim
 
@@ -135,6 +138,74 @@ def _reductions_that_come_late(case: str, without: str | None) -> float:
     return engine.eval_batch(engines.batches(8, "sim"), engines.forward_step)
 
 
+def _until(is_done: Callable[[], bool], without: str | None) -> None:
+    """Waits for what happens soon if a wait is missing; with all waits, it does not happen."""
+    deadline = time.monotonic() + (HELD_SECONDS if without is None else PATIENCE_MS / 1000)
+    while not is_done() and time.monotonic() < deadline:
+        time.sleep(0.01)
+
+
+def _after_a_step() -> Trained:
+    trained = Trained()
+    trained.backward(0)
+    trained.optimizer.step()
+    return trained
+
+
+def _early_during_reads(_case: str, without: str | None) -> list[float]:
+    """The states that a reader finds after the next backward."""
+    trained, read = _after_a_step(), ThreadEvent()
+    trained.step(None)
+    trained.optimizer.synchronize()
+    for unit in trained.optimizer.state_units():
+        unit.hold(read)
+    with _without(without):
+        trained.backward(1, waits=False)
+    _until(lambda: all(early.done.is_done() for early in trained.early), without)
+    found = [bucket.main_weight.double().sum().item() for bucket in trained.side.buckets]
+    read.finish(None)
+    return found
+
+
+def _early_that_starts_late(_case: str, without: str | None) -> list[float]:
+    """The weights after an early update that starts long after it was queued."""
+    trained, may_start = _after_a_step(), threading.Event()
+    trained.step(None)
+    kernel = trained.side._early._kernel
+    trained.side._early._kernel = HostKernel(lambda *work: lambda: kernel(*work))
+    trained.side.lanes.start.enqueue(lambda: may_start.wait(PATIENCE_MS / 1000))
+    with _without(without):
+        trained.backward(1, waits=False)
+    early = trained.early
+    _until(lambda: all(each.done.is_done() for each in early), without)
+    may_start.set()
+    trained.side.lanes.start.enqueue(lambda: None).synchronize()
+    trained.step()
+    return [value.double().sum().item() for value in trained.values()]
+
+
+def _early_that_is_undone_soon(_case: str, without: str | None) -> list[float]:
+    """The weights after a step between whose early update and its end states were read."""
+    trained, may_end = _after_a_step(), threading.Event()
+    trained.step(None)
+    kernel = trained.side._early._kernel
+    trained.side._early._kernel = HostKernel(
+        lambda *work: lambda: (may_end.wait(PATIENCE_MS / 1000), kernel(*work))
+    )
+    trained.backward(1, waits=False)
+    trained.side.lanes.d2h.enqueue(lambda: None).synchronize()
+    _until(lambda: not trained.early[-1].is_queued, "the first of all")
+    with _without(without):
+        reader = threading.Thread(target=trained.side.buckets[-1].settle)
+        reader.start()
+        _until(lambda: not reader.is_alive(), without)
+    may_end.set()
+    reader.join()
+    trained.side.lanes.host.enqueue(lambda: None).synchronize()
+    trained.step()
+    return [value.double().sum().item() for value in trained.values()]
+
+
 def _without(wait: str | None) -> AbstractContextManager[None]:
     return nullcontext() if wait is None else removed(wait)
 
@@ -191,6 +262,14 @@ HELD = {
         _updates_that_come_late,
         "offload streamed",
     ),
+    "of the early update for the gradients": (_gradients_that_come_late, "offload early fp16"),
+    "of the early update for readers of states": (_early_during_reads, ""),
+    "of the early update for the states' way down": (
+        _updates_on_the_host_after_the_device,
+        "offload early fp16",
+    ),
+    "of the early update's end for its start": (_early_that_starts_late, ""),
+    "of old values for the early update": (_early_that_is_undone_soon, ""),
 }
 
 

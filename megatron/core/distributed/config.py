@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron.core.dtype_names import FLOAT_NAMES
+from megatron.core.log import counted
 from megatron.core.options import YEAR_SECONDS, check_options, expect, option, resolve_default
 
 
@@ -45,6 +46,18 @@ class DataParallelConfig:
         at_least=1,
         requires="num_experts",
         no_effect_unless="use_megatron_fsdp",
+    )
+    context_parallel_size: int = option(
+        1,
+        "context parallelism: consecutive ranks that divide each sequence among them; they read "
+        "the same samples (docs/long_context.md)",
+        at_least=1,
+        no_effect_unless="use_megatron_fsdp",
+    )
+    cp_comm_type: str = option(
+        "a2a",
+        "what these ranks exchange in attention: heads (a2a), or keys and values (all_gather)",
+        choices=("a2a", "all_gather"),
     )
     main_grads_dtype: str = option(
         "fp32",
@@ -101,10 +114,36 @@ class DataParallelConfig:
             "--num-distributed-optimizer-instances of at least 2",
             self.num_distributed_optimizer_instances,
         )
+        expect(
+            self.cp_comm_type == "a2a" or self.context_parallel_size > 1,
+            "--cp-comm-type",
+            "--context-parallel-size of at least 2",
+            self.context_parallel_size,
+        )
 
     def data_parallel_size(self, world_size: int) -> int:
-        """The number of ranks that read different samples: all of them."""
-        return world_size
+        """The number of ranks that read different samples.
+
+        Raises:
+            ConfigError: the ranks cannot be divided by the context-parallel size.
+        """
+        size = self.context_parallel_size
+        expect(
+            world_size % size == 0,
+            "--context-parallel-size",
+            f"a divisor of {counted(world_size, 'rank')}",
+            size,
+        )
+        return world_size // size
+
+    def data_parallel_rank(self, rank: int) -> int:
+        """The index of the samples that a rank reads, in range(data_parallel_size)."""
+        return rank // self.context_parallel_size
+
+    @property
+    def has_exchanges(self) -> bool:
+        """Whether layers send tokens to other ranks in forward and backward."""
+        return max(self.expert_model_parallel_size, self.context_parallel_size) > 1
 
     @property
     def is_sharded(self) -> bool:
@@ -119,11 +158,13 @@ class DataParallelConfig:
         if not self.use_megatron_fsdp:
             return "unsharded"
 
-        experts = ""
+        divided = ""
         if self.expert_model_parallel_size > 1:
-            experts = f", experts divided by {self.expert_model_parallel_size}"
+            divided += f", experts divided by {self.expert_model_parallel_size}"
+        if self.context_parallel_size > 1:
+            divided += f", sequences divided by {self.context_parallel_size}"
         if self.num_distributed_optimizer_instances > 1:
             kind = "HFSDP" if self.outer_dp_sharding_strategy == "optim" else "HSDP"
             instances = self.num_distributed_optimizer_instances
-            return f"Megatron-FSDP ({kind}, {instances} instances{experts})"
-        return f"Megatron-FSDP ({self.data_parallel_sharding_strategy}{experts})"
+            return f"Megatron-FSDP ({kind}, {instances} instances{divided})"
+        return f"Megatron-FSDP ({self.data_parallel_sharding_strategy}{divided})"

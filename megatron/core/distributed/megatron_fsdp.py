@@ -16,6 +16,7 @@ from torch.distributed.tensor import Partial, Replicate
 
 from megatron.core.device import Device
 from megatron.core.distributed.config import DataParallelConfig
+from megatron.core.distributed.context import divide_context
 from megatron.core.distributed.experts import divide_experts
 from megatron.core.distributed.fsdp.context import FsdpContext
 from megatron.core.distributed.fsdp.fully_shard import fully_shard, fully_shard_context, microbatch
@@ -25,9 +26,11 @@ from megatron.core.distributed.fsdp.precision import MixedPrecisionPolicy, Offlo
 from megatron.core.distributed.units import Unit, units_of
 from megatron.core.dtypes import DTYPES
 from megatron.core.mesh import (
+    CONTEXT_AXIS,
     EXPERT_AXIS,
     INNER_AXIS,
     OUTER_AXIS,
+    build_context_mesh,
     build_expert_mesh,
     build_hybrid_mesh,
     expert_axes,
@@ -73,7 +76,8 @@ def shard_model(
 ) -> None:
     """Shards `model` in place: one module for each mixture's experts, one for each layer without
     these, one for what remains (embedding, head). With expert parallelism, experts are divided over
-    the ranks, and tokens travel to them: see experts.py.
+    the ranks, and tokens travel to them: see experts.py. With context parallelism, each rank
+    computes a part of each sequence.
 
     Args:
         model: usually on meta. Real parameters become the main weights; buffers stay.
@@ -86,13 +90,15 @@ def shard_model(
             `units_of`.
         pins_main_weights: whether those are in page-locked memory.
     """
-    cuts = cuts_of(config, mesh.size())
+    num_ranks = mesh.size()
+    cuts = cuts_of(config, num_ranks)
     policy = policy_of(config, compute_dtype, main_params_dtype)
     expert_mesh = expert_mesh_of(config, mesh, device)
+    context_mesh = None
+    if config.context_parallel_size > 1:
+        context_mesh = build_context_mesh(device.kind, num_ranks, config.context_parallel_size)
     if config.num_distributed_optimizer_instances > 1:
-        mesh = build_hybrid_mesh(
-            device.kind, mesh.size(), config.num_distributed_optimizer_instances
-        )
+        mesh = build_hybrid_mesh(device.kind, num_ranks, config.num_distributed_optimizer_instances)
 
     with fully_shard_context(device.torch_device, reset_parameters=reset_parameters):
         for unit in units_of(model):
@@ -112,13 +118,27 @@ def shard_model(
             )
 
     if expert_mesh is not None:
-        divide_experts(model, expert_mesh.get_group(EXPERT_AXIS), _record_exchange)
+        divide_experts(model, expert_mesh.get_group(EXPERT_AXIS), _recorder(model))
+    if context_mesh is not None:
+        group = context_mesh.get_group(CONTEXT_AXIS)
+        divide_context(model, group, config.cp_comm_type, _recorder(model))
 
 
-def _record_exchange(experts: nn.Module, is_backward: bool) -> None:
-    """Lets the next step detect ranks that do not exchange tokens for these experts."""
-    assert isinstance(experts, FsdpModule), "divided experts are separate units"
-    experts.parameter_groups[0].record_exchange(is_backward)
+def _recorder(model: nn.Module) -> Callable[[nn.Module, bool], None]:
+    """Returns a function that lets the next step detect ranks that do not exchange tokens for a
+    module, or their gradients.
+    """
+    # A module of two units is in the inner one, which comes first.
+    units = {
+        part: unit.module for unit in reversed(units_of(model)) for part in unit.module.modules()
+    }
+
+    def record(module: nn.Module, is_backward: bool) -> None:
+        unit = units[module]
+        assert isinstance(unit, FsdpModule), "units are sharded"
+        unit.parameter_groups[0].record_exchange(is_backward)
+
+    return record
 
 
 def policy_of(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -240,6 +241,14 @@ class OptimizerConfig:
         at_most=1,
         no_effect_unless={"optimizer_cpu_offload": True, "overlap_cpu_optimizer_d2h_h2d": True},
     )
+    optimizer_early_update_gib: float = option(
+        0.0,
+        "additional host memory per rank with which the CPU updates weights during the backward, "
+        "as soon as their gradients have arrived; repeated where gradients are clipped; 0: none",
+        metavar="GIB",
+        at_least=0,
+        no_effect_unless={"optimizer_cpu_offload": True, "overlap_cpu_optimizer_d2h_h2d": True},
+    )
     pin_cpu_grads: bool = option(
         True,
         "copy gradients to page-locked host memory, which is faster than pageable memory",
@@ -325,6 +334,11 @@ class OptimizerConfig:
         """`optimizer_update_on_device` as a number; None for `auto`."""
         given = self.optimizer_update_on_device
         return None if given == AUTO else given
+
+    @property
+    def early_update_bytes(self) -> int:
+        """`optimizer_early_update_gib` in bytes."""
+        return math.ceil(self.optimizer_early_update_gib * 2**30)
 
     @property
     def pins_states(self) -> bool:

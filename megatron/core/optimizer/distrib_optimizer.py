@@ -118,7 +118,11 @@ class DistributedOptimizer:
         Args:
             loss: scalar, fp32: in fp16 the product would overflow.
         """
-        return loss if self.loss_scaler is None else loss * self.loss_scaler.scale
+        if self.loss_scaler is None:
+            return loss
+        if self._ours is not None:
+            self._ours.expect_grad_scale(1.0 / self.loss_scaler.scale)
+        return loss * self.loss_scaler.scale
 
     def grad_norm(self) -> torch.Tensor:
         """The L2 norm of all gradients before clipping, unscaled; see `global_grad_norm`. All ranks
@@ -346,6 +350,7 @@ def _build_hybrid(
         offload_first=_goes_first(model, config),
         rule=rule_of(config),
         update_on_device=config.update_on_device,
+        early_update_bytes=config.early_update_bytes,
         lr=lr,
         **options_of(config),
     )

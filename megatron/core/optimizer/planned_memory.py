@@ -25,6 +25,7 @@ from torch import nn
 
 from megatron.core.distributed.config import DataParallelConfig
 from megatron.core.distributed.fsdp.group_plan import GroupPlan
+from megatron.core.distributed.fsdp.placement import sharded_axes
 from megatron.core.distributed.shard_plan import ShardPlan, plan_shards
 from megatron.core.distributed.units import units_of
 from megatron.core.dtypes import DTYPES
@@ -201,6 +202,7 @@ class _Planner:
                     group.grad_dtype,
                     group.dtype,
                     has_main=True,
+                    is_watched=bool(sharded_axes(group.placements.optimizer)),
                 )
                 for group in buckets
             ]
@@ -285,6 +287,7 @@ class _Planner:
                 config.pin_cpu_params,
                 config.pins_states,
                 self._settings.is_accelerator,
+                config.early_update_bytes,
             ),
         )
         self._host.update(layout.nbytes_by_state)

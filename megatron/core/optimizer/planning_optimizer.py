@@ -72,6 +72,12 @@ class PlanningOptimizer(torch.optim.Optimizer, ABC):
             self, closure: Any = None, *, grad_scale: float = 1.0, planned: Any = None
         ) -> Any: ...
 
+    def expect_grad_scale(self, grad_scale: float) -> None:
+        """Sets the factor that the gradients of the next steps need, if they are not clipped.
+
+        It may be used before the step; another factor in `step` changes no result.
+        """
+
     @abstractmethod
     def init_state(self) -> None:
         """Allocates the states that are not there yet, without stepping."""

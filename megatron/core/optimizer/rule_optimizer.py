@@ -5,8 +5,9 @@ states that are distributed as parameters are.
     optimizer.step(grad_scale=clip_coefficient)
 
 Parameters may be plain tensors or DTensors, also from `fully_shard`, here or in PyTorch. The
-arithmetic runs on local tensors, without communication. For the states of a parameter see
-`RuleStates`. State dicts hold the values of scaled ones in fp32.
+arithmetic runs on local tensors, without communication, except for the matrices of Muon, whose rows
+ranks exchange: see matrix_pass.py. For the states of a parameter see `RuleStates`. State dicts hold
+the values of scaled ones in fp32.
 """
 
 from __future__ import annotations
@@ -284,7 +285,7 @@ class RuleOptimizer(PlanningOptimizer):
         planned: RuleStep | None = None,
     ) -> float | None:
         """Steps every parameter that has a gradient. The others' states stay as they are, `step`
-        included.
+        included. With Muon, all ranks call it together.
 
         Args:
             closure: computes the loss and the gradients again.
@@ -307,6 +308,7 @@ class RuleOptimizer(PlanningOptimizer):
             ValueError: for a gradient or state that is not distributed, shaped and placed as its
                 parameter, for a gradient in an attribute that is not read, and for a grad_scale
                 that is not finite.
+            NotImplementedError: for matrices of Muon that are not cut between rows.
         """
         loss = self._loss_of(closure)
         factor = unscaling_factor(self, grad_scaler, self.use_decoupled_grad)

@@ -38,6 +38,7 @@ from torch.utils.checkpoint import checkpoint
 from megatron.core.autocast import without_autocast
 from megatron.core.drivers import kernels_of
 from megatron.core.products import is_slow
+from megatron.core.transformer.context_exchange import ContextExchange
 from megatron.core.transformer.documents import Documents
 from megatron.core.transformer.fused_weight import Linear
 from megatron.core.transformer.rotary import RotaryAngles
@@ -73,13 +74,16 @@ class Attention(nn.Module, abc.ABC):
     Attributes:
         sinks: [num_heads], the sinks' logits, if they are learned.
         linear_proj: projection of the heads' results to the layer's output.
+        context: how the core gets the positions of other ranks; None: this rank has all positions.
+            Context parallelism sets it.
     """
 
     linear_proj: Linear
+    context: ContextExchange | None = None
 
     def __init__(self, core_spec: AttentionSpec, dropout: float, recomputes_core: bool) -> None:
         super().__init__()
-        self._core_spec = core_spec
+        self.core_spec = core_spec
         self._dropout = dropout
         self.recomputes_core = recomputes_core
         self.sinks: nn.Parameter | None = None
@@ -95,7 +99,7 @@ class Attention(nn.Module, abc.ABC):
         Args:
             hidden: [batch, seq, hidden].
             rotary: the angles of the positions; None leaves queries and keys unrotated.
-            documents: of the batch, which is one row then.
+            documents: documents of the whole rows; None: each row is one.
 
         Returns:
             [batch, seq, hidden], same dtype.
@@ -121,19 +125,75 @@ class Attention(nn.Module, abc.ABC):
 
     def core(self, mixed: tuple[Tensor, ...], documents: Documents | None) -> Tensor:
         """Returns each head's weighted sums of values: [batch, heads, seq, value_dim]."""
+        if self.context is None or self.context.gathers_keys:
+            return self._recomputable_core(mixed, documents)
+
+        heads = self.context.to_heads(*(part.transpose(1, 2) for part in mixed))
+        # Outside of what is recomputed: whole rows of some heads take no more memory than slices.
+        output = self._recomputable_core(tuple(part.transpose(1, 2) for part in heads), documents)
+        return self.context.to_positions(output.transpose(1, 2)).transpose(1, 2)
+
+    def _recomputable_core(self, mixed: tuple[Tensor, ...], documents: Documents | None) -> Tensor:
         query, key, value = mixed
         if not (self.recomputes_core and self.training and torch.is_grad_enabled()):
             return self._core_attention(query, key, value, documents)
-        context: Tensor = checkpoint(
+        output: Tensor = checkpoint(
             self._core_attention, query, key, value, documents, use_reentrant=False
         )
-        return context
+        return output
 
     def _core_attention(
         self, query: Tensor, key: Tensor, value: Tensor, documents: Documents | None
     ) -> Tensor:
+        context, spec, sinks = self.context, self.core_spec, self.sinks
         dropout = self._dropout if self.training else 0.0
-        return attend(query, key, value, self._core_spec, self.sinks, dropout, documents)
+        if context is not None and context.gathers_keys:
+            keys, values = context.gather(key.transpose(1, 2), value.transpose(1, 2))
+            heads = query, keys.transpose(1, 2), values.transpose(1, 2)
+            return _attend_from_slice(heads, context.rank, (spec, sinks, dropout), documents)
+
+        own_sinks = sinks if context is None or sinks is None else context.own(sinks)
+        if documents is None:
+            return attend(query, key, value, spec, own_sinks, dropout)
+        batch = len(query)
+        query, key, value = (_in_one_row(part) for part in (query, key, value))
+        row = attend(query, key, value, spec, own_sinks, dropout, documents)
+        return rearrange(row, "1 head (batch seq) dim -> batch head seq dim", batch=batch)
+
+
+def _attend_from_slice(
+    heads: tuple[Tensor, Tensor, Tensor],
+    number: int,
+    options: tuple[AttentionSpec, Tensor | None, float],
+    documents: Documents | None,
+) -> Tensor:
+    """Attention of one slice of each row, the one with this number, to whole rows.
+
+    Args:
+        heads: queries [batch, heads, seq / slices, head_dim], keys and values [batch, groups, seq,
+            dim].
+        options: see `attend`.
+        documents: documents of whole rows.
+    """
+    query, key, value = heads
+    length, seq_length = query.shape[2], key.shape[2]
+    start, stop = number * length, (number + 1) * length
+    if documents is None:
+        return attend(query, key[:, :, :stop], value[:, :, :stop], *options)
+
+    key, value = _in_one_row(key), _in_one_row(value)
+    outputs = []
+    for row, own in enumerate(query.split(1)):
+        before = row * seq_length
+        first, reached = documents.reach(before + start, before + stop)
+        keys, values = (part[:, :, first : before + stop] for part in (key, value))
+        outputs.append(attend(own, keys, values, *options, reached))
+    return torch.cat(outputs)
+
+
+def _in_one_row(part: Tensor) -> Tensor:
+    """[batch, heads, seq, dim] -> [1, heads, batch * seq, dim]."""
+    return rearrange(part, "batch head seq dim -> 1 head (batch seq) dim")
 
 
 def attend(
@@ -153,22 +213,31 @@ def attend(
 
     Args:
         query: [batch, heads, seq, head_dim].
-        key: [batch, groups, seq, head_dim].
-        value: [batch, groups, seq, value_dim], where value_dim may be another width.
+        key: [batch, groups, keys, head_dim], one for each query or, if causal, more: the queries
+            are those of the last positions.
+        value: [batch, groups, keys, value_dim], where value_dim may be another width.
         learned_sinks: [heads], the sinks' logits; given if and only if they are learned.
         dropout: probability with which a weight becomes zero.
-        documents: of the batch, which is one row then. Positions attend within their document.
+        documents: documents of the keys of a batch that is one row then. Positions attend within
+            their document. All but the first have a query for each key.
 
     Returns:
         [batch, heads, seq, value_dim], same dtype.
     """
-    has_window = spec.window is not None and spec.window < query.shape[2]
-    if (has_window or documents is not None) and suits_varlen(query, value, spec, dropout):
+    num_queries, num_keys = query.shape[2], key.shape[2]
+    has_window = spec.window is not None and spec.window < num_keys
+    is_plain = num_queries == num_keys and not has_window and documents is None
+    if not is_plain and suits_varlen(query, value, spec, dropout):
         return attend_varlen(query, key, value, spec, documents)
     if documents is not None:
         # Here, not around the layer, so that it also holds while backward recomputes this.
         with kernels_of(query.device).attention_of_varying_shapes():
             return _attend_by_document((query, key, value), documents, spec, learned_sinks, dropout)
+
+    if spec.window is not None and spec.window < num_keys - num_queries:
+        # Keys before the window of the first query.
+        _, key = key.split((num_keys - num_queries - spec.window, num_queries + spec.window), dim=2)
+        value = value[:, :, -key.shape[2] :]
     if spec.softcap is not None:
         return _attend_by_scores(query, key, value, spec, spec.softcap, learned_sinks, dropout)
     if spec.sinks is Sinks.NONE:
@@ -177,7 +246,7 @@ def attend(
     value_dim = value.shape[-1]
     query, key, value = _with_sink(query, key, value, learned_sinks, spec.scale)
     output = _attend_fused(query, key, value, spec, dropout, num_sinks=1)
-    return output[:, :, 1:, :value_dim]
+    return output[:, :, -num_queries:, :value_dim]
 
 
 def _attend_by_document(
@@ -191,12 +260,19 @@ def _attend_by_document(
 
     Documents of one length form a batch, since small kernels take longer to launch than to run.
     """
+    query, key, value = heads
+    lengths = list(documents.lengths)
+    num_queries = [lengths[0] - (key.shape[2] - query.shape[2]), *lengths[1:]]
     # Slices would do as well, but the backward of each allocates a gradient of the whole length;
     # that of split puts the gradients of all parts together once.
-    parts = [part.split(documents.lengths, dim=2) for part in heads]
-    numbers: dict[int, list[int]] = {}
-    for number, length in enumerate(documents.lengths):
-        numbers.setdefault(length, []).append(number)
+    parts = [
+        query.split(num_queries, dim=2),
+        key.split(lengths, dim=2),
+        value.split(lengths, dim=2),
+    ]
+    numbers: dict[tuple[int, int], list[int]] = {}
+    for number, shape in enumerate(zip(num_queries, lengths, strict=True)):
+        numbers.setdefault(shape, []).append(number)
 
     outputs: dict[int, Tensor] = {}
     for same in numbers.values():
@@ -221,8 +297,10 @@ def _with_sink(
     fp16. The queries carry the logit because several of their heads share a key head. In 16 bits it
     is rounded as queries are.
 
-    Position 0 gets a query as well, since the causal mask needs as many queries as keys.
+    Where there is a query for each key, position 0 gets one as well, since the kernels' causal mask
+    needs as many queries as keys.
     """
+    is_square = query.shape[2] == key.shape[2]
     sink_key = key.new_zeros(key.shape[-1])
     if learned_sinks is not None:
         factor = _power_of_two(1.0 / scale)
@@ -234,7 +312,8 @@ def _with_sink(
         sink_key[-_SINK_CHANNELS] = factor
 
     key = torch.cat((sink_key.expand(*key.shape[:2], 1, -1), key), dim=2)
-    return F.pad(query, (0, 0, 1, 0)), key, F.pad(value, (0, 0, 1, 0))
+    query = F.pad(query, (0, 0, 1, 0)) if is_square else query
+    return query, key, F.pad(value, (0, 0, 1, 0))
 
 
 def _power_of_two(x: float) -> float:
@@ -262,19 +341,23 @@ def _attend_fused(
     """Attention by PyTorch's fused kernels under the window of `spec`. The first `num_sinks`
     positions are in every window.
     """
-    seq_length, window = query.shape[2] - num_sinks, spec.window
-    if window is None or window >= seq_length:
-        return _fused(query, key, value, None, spec.scale, dropout, is_causal=spec.is_causal)
+    num_keys, window = key.shape[2] - num_sinks, spec.window
+    if not spec.is_causal:
+        return _fused(query, key, value, None, spec.scale, dropout, is_causal=False)
+    if window is None or window >= num_keys:
+        return _fused_causal(query, key, value, spec.scale, dropout)
 
     # The first positions, as many as the window has, see all before them.
-    start = num_sinks + window
-    head = _fused(
-        query[:, :, :start], key[:, :, :start], value[:, :, :start], None, spec.scale, dropout
-    )
+    stop = num_sinks + window
+    start = stop - (key.shape[2] - query.shape[2])
+    outputs = []
+    if start > 0:
+        parts = query[:, :, :start], key[:, :, :stop], value[:, :, :stop]
+        outputs.append(_fused_causal(*parts, spec.scale, dropout))
 
     # The others form blocks of `rows`. Zeros fill up the last one; no real position sees them,
     # because they come after all of them.
-    num_left = seq_length - window
+    num_left = num_keys - window
     rows = min(max(window // 2, _FEWEST_ROWS), _MOST_ROWS, num_left)
     num_blocks = -(-num_left // rows)
     fill = (0, 0, 0, num_blocks * rows - num_left)
@@ -294,7 +377,40 @@ def _attend_fused(
         "(batch block) head row dim -> batch head (block row) dim",
         block=num_blocks,
     )
-    return torch.cat((head, tail[:, :, :num_left]), dim=2)
+    return torch.cat((*outputs, tail[:, :, :num_left]), dim=2)
+
+
+def _fused_causal(
+    query: Tensor, key: Tensor, value: Tensor, scale: float, dropout: float
+) -> Tensor:
+    """Causal attention of queries at the last positions."""
+    num_queries, num_keys = query.shape[2], key.shape[2]
+    if num_queries == num_keys:
+        return _fused(query, key, value, None, scale, dropout)
+
+    # The kernels' causal mask starts at the first key. A mask of all pairs would be large; blocks
+    # of queries share one of `rows` queries, whose last columns are those of a block's own keys.
+    rows = min(num_queries, _SCORE_ROWS)
+    visible = _visible(rows, num_keys, num_keys - rows, None, query.device)
+    dtype = torch.float32 if is_slow(query) else query.dtype
+    mask = torch.zeros(visible.shape, dtype=dtype, device=query.device)
+    mask = mask.masked_fill(~visible, -torch.inf)
+
+    outputs = []
+    for start in range(0, num_queries, rows):
+        count = min(rows, num_queries - start)
+        stop = num_keys - num_queries + start + count
+        outputs.append(
+            _fused(
+                query[:, :, start : start + count],
+                key[:, :, :stop],
+                value[:, :, :stop],
+                mask[-count:, -stop:],
+                scale,
+                dropout,
+            )
+        )
+    return torch.cat(outputs, dim=2)
 
 
 def _keys_in_reach(part: Tensor, window: int, rows: int, num_sinks: int) -> Tensor:
@@ -328,8 +444,8 @@ def _fused(
     *,
     is_causal: bool = True,
 ) -> Tensor:
-    """PyTorch's attention under `mask` [rows, keys], True where a query sees a key, or causal, or
-    of all positions to all.
+    """PyTorch's attention under `mask` [rows, keys], True where a query sees a key, or added to
+    the scores; or causal, or of all positions to all.
     """
     value_dim, dtype, is_widened = value.shape[-1], query.dtype, is_slow(query)
     if is_widened:
@@ -405,15 +521,16 @@ def _attend_by_scores(
     if seq_length == 0:
         return F.pad(query, (0, value.shape[-1] - query.shape[-1]))
 
+    offset = key.shape[2] - seq_length  # the key of the first query
     outputs = []
     for start in range(0, seq_length, _SCORE_ROWS):
         stop = min(start + _SCORE_ROWS, seq_length)
-        first_key = 0 if spec.window is None else max(0, start - spec.window + 1)
+        first_key = 0 if spec.window is None else max(0, offset + start - spec.window + 1)
         inputs = (
             query[:, :, start:stop],
-            key[:, :, first_key:stop],
-            value[:, :, first_key:stop],
-            start - first_key,
+            key[:, :, first_key : offset + stop],
+            value[:, :, first_key : offset + stop],
+            offset + start - first_key,
             spec,
             softcap,
             learned_sinks,

@@ -44,15 +44,20 @@ class CausalConv1d(nn.Module):
         """[batch, seq, channels] -> [batch, seq, channels], same dtype. A batch of several
         documents is one row.
         """
-        if documents is not None and len(documents.lengths) > 1:
-            # The zeros before the first document are the kernel's own.
-            places, count = documents.spread(self.weight.shape[2] - 1, x.device)
-            spread = x.new_zeros(1, count, x.shape[2]).index_copy(1, places, x)
-            return self(spread).index_select(1, places)  # type: ignore[no-any-return]
+        return causal_conv(self.weight, x, documents)
 
-        if x.device.type == "cpu":
-            return causal_conv_in_blocks(x, self.weight)
-        return causal_conv_by_torch(x, self.weight)
+
+def causal_conv(weight: Tensor, x: Tensor, documents: Documents | None = None) -> Tensor:
+    """What CausalConv1d computes with such a weight."""
+    if documents is not None and len(documents.lengths) > 1:
+        # The zeros before the first document are the kernel's own.
+        places, count = documents.spread(weight.shape[2] - 1, x.device)
+        spread = x.new_zeros(1, count, x.shape[2]).index_copy(1, places, x)
+        return causal_conv(weight, spread).index_select(1, places)
+
+    if x.device.type == "cpu":
+        return causal_conv_in_blocks(x, weight)
+    return causal_conv_by_torch(x, weight)
 
 
 def causal_conv_by_torch(x: Tensor, weight: Tensor) -> Tensor:

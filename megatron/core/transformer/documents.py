@@ -6,6 +6,7 @@ had to report the lengths first would make the host wait in every layer.
 
 from __future__ import annotations
 
+import bisect
 import itertools
 from dataclasses import dataclass
 from functools import cached_property
@@ -60,23 +61,29 @@ class Documents:
                 f"it, got {self.padding} positions and lengths {self.lengths}."
             )
 
-    @property
-    def without_padding(self) -> tuple[int, ...] | None:
-        """The positions of each row that are no padding; None: all are."""
+    def without_padding(self, within: range | None = None) -> tuple[int, ...] | None:
+        """How many positions of each row are no padding; of a part of each row, the positions
+        `within` a range. None: all of all rows are.
+        """
         if not any(self.padding):
             return None
         seq_length = self.num_positions // len(self.padding)
-        return tuple(seq_length - length for length in self.padding)
+        part = within or range(seq_length)
+        return tuple(
+            min(max(seq_length - length - part.start, 0), len(part)) for length in self.padding
+        )
 
-    def real_positions(self, device: torch.device) -> Tensor:
-        """The positions that are no padding, of all rows together: [positions] int64."""
-        if device not in self._real:
-            rows = len(self.padding) or 1
-            positions = torch.arange(self.num_positions).view(rows, -1)
-            lengths = torch.tensor(self.padding or (0,))
-            is_real = torch.arange(positions.shape[1]) < (positions.shape[1] - lengths)[:, None]
-            self._real[device] = send(positions[is_real], device)
-        return self._real[device]
+    def real_positions(self, device: torch.device, within: range | None = None) -> Tensor:
+        """The positions that are no padding, of all rows, or parts of rows, one behind the other:
+        [positions] int64.
+        """
+        key = (device, within)
+        if key not in self._real:
+            lengths = torch.tensor(self.without_padding(within) or (self.num_positions,))
+            width = self.num_positions // len(lengths) if within is None else len(within)
+            positions = torch.arange(len(lengths) * width).view(len(lengths), width)
+            self._real[key] = send(positions[torch.arange(width) < lengths[:, None]], device)
+        return self._real[key]
 
     @property
     def num_positions(self) -> int:
@@ -90,6 +97,18 @@ class Documents:
     def bounds(self, device: torch.device) -> Tensor:
         """Where each starts, and where the last one ends: [documents + 1] int64."""
         return self._on(device)
+
+    def reach(self, start: int, stop: int) -> tuple[int, Documents]:
+        """What the positions from `start` to `stop` see of themselves and earlier ones: the first
+        position of their first document, and the lengths of documents from there to `stop`.
+        """
+        if (start, stop) not in self._reach:
+            bounds = (0, *self._stops)
+            first = bounds[bisect.bisect_right(bounds, start) - 1]
+            ends = [end for end in self._stops if first < end < stop]
+            lengths = (b - a for a, b in itertools.pairwise((first, *ends, stop)))
+            self._reach[start, stop] = first, Documents(tuple(lengths))
+        return self._reach[start, stop]
 
     def spread(self, gap: int, device: torch.device) -> tuple[Tensor, int]:
         """The new place of each position when `gap` places are put between documents.
@@ -119,7 +138,11 @@ class Documents:
         return {}
 
     @cached_property
-    def _real(self) -> dict[torch.device, Tensor]:
+    def _real(self) -> dict[tuple[torch.device, range | None], Tensor]:
+        return {}
+
+    @cached_property
+    def _reach(self) -> dict[tuple[int, int], tuple[int, Documents]]:
         return {}
 
     @cached_property

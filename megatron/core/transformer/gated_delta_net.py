@@ -11,8 +11,8 @@ from __future__ import annotations
 import importlib
 import logging
 import math
-from collections.abc import Callable
-from functools import cache
+from collections.abc import Callable, Iterator
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -22,7 +22,8 @@ from torch import Tensor, nn
 from megatron.core.drivers import kernels_of, why_triton_fails
 from megatron.core.fp32_module import Fp32Module
 from megatron.core.log import printable
-from megatron.core.transformer.causal_conv import CausalConv1d
+from megatron.core.transformer.causal_conv import CausalConv1d, causal_conv
+from megatron.core.transformer.context_exchange import ContextExchange
 from megatron.core.transformer.delta_rule import gated_delta_rule
 from megatron.core.transformer.documents import Documents
 from megatron.core.transformer.fused_weight import FusedLinear, FusedWeight, Linear
@@ -106,7 +107,12 @@ class GatedDeltaNet(nn.Module):
         hidden_size: channels of the input and of the output.
         init_std: standard deviation of the input projection's initial weights.
         output_init_std: that of the output projection's.
+
+    Attributes:
+        context: see `Attention`.
     """
+
+    context: ContextExchange | None = None
 
     def __init__(
         self, spec: GatedDeltaNetSpec, hidden_size: int, *, init_std: float, output_init_std: float
@@ -142,7 +148,7 @@ class GatedDeltaNet(nn.Module):
             hidden: [batch, seq, hidden].
             rotary: not read. Layers call every mixer alike; here decays encode how far apart
                 positions are.
-            documents: of the batch, which is one row then.
+            documents: documents of the whole rows; None: each row is one.
 
         Returns:
             [batch, seq, hidden], same dtype.
@@ -170,16 +176,55 @@ class GatedDeltaNet(nn.Module):
             ),
             dim=-1,
         )
+        if self.context is not None:
+            # What is saved is the exchanged part; a view would keep the rest for backward as well.
+            z = z.clone()
         return (mixed, self.decay(alpha), beta.float().sigmoid()), (z,)
 
     def core(self, mixed: tuple[Tensor, ...], documents: Documents | None) -> Tensor:
         """Each head's value from its state: [batch, seq, value heads, value_head_dim]."""
-        spec = self.spec
-        heads, log_decay, beta = mixed
-        query, key, value = self.conv1d(heads, documents).split(
-            (spec.key_size, spec.key_size, spec.value_size), dim=-1
+        channels, log_decay, beta = mixed
+        if self.context is None:
+            return self._core(channels, log_decay, beta, documents, self.conv1d)
+
+        *heads, log_decay, beta = self.context.to_heads(
+            *self._by_head(channels, -1), log_decay.unsqueeze(-1), beta.unsqueeze(-1)
         )
-        return _delta_rule(
+        channels = torch.cat([part.flatten(2) for part in heads], dim=-1)
+        weights = [self.context.own(part) for part in self._by_head(self.conv1d.weight, 0)]
+        weight = torch.cat([part.flatten(0, 1) for part in weights])
+        convolve = partial(causal_conv, weight)
+        output = self._core(channels, log_decay.squeeze(-1), beta.squeeze(-1), documents, convolve)
+        return self.context.to_positions(output)
+
+    def _by_head(self, channels: Tensor, dim: int) -> Iterator[Tensor]:
+        """Queries, keys and values, whose channels are at `dim`, as [..., heads, head_dim, ...]."""
+        spec = self.spec
+        sections = channels.split((spec.key_size, spec.key_size, spec.value_size), dim=dim)
+        widths = (spec.key_head_dim, spec.key_head_dim, spec.value_head_dim)
+        for section, width in zip(sections, widths, strict=True):
+            yield section.unflatten(dim, (-1, width))
+
+    def _core(
+        self,
+        channels: Tensor,
+        log_decay: Tensor,
+        beta: Tensor,
+        documents: Documents | None,
+        convolve: Callable[[Tensor, Documents | None], Tensor],
+    ) -> Tensor:
+        """As `core`, of whole rows and of all heads or some, whose channels `convolve` takes."""
+        shape, spec = log_decay.shape, self.spec
+        if documents is not None:
+            channels, log_decay, beta = (
+                part.flatten(0, 1).unsqueeze(0) for part in (channels, log_decay, beta)
+            )
+        value_size = shape[-1] * spec.value_head_dim
+        key_size = (channels.shape[-1] - value_size) // 2
+        query, key, value = convolve(channels, documents).split(
+            (key_size, key_size, value_size), dim=-1
+        )
+        output = _delta_rule(
             query.unflatten(-1, (-1, spec.key_head_dim)),
             key.unflatten(-1, (-1, spec.key_head_dim)),
             value.unflatten(-1, (-1, spec.value_head_dim)),
@@ -187,6 +232,7 @@ class GatedDeltaNet(nn.Module):
             beta,
             documents,
         )
+        return output.reshape(*shape, -1)
 
     def output(self, read: Tensor, gate: tuple[Tensor, ...]) -> Tensor:
         """From the core's result: [batch, seq, hidden]."""

@@ -92,8 +92,7 @@ class TransformerLayer(nn.Module):
         their router's report besides. It is an output, not a note on the side, so that backward
         finds this layer's weights gathered, and recomputation counts no token twice.
 
-        With documents, positions see their own document only, the angles are of all positions in
-        one row, and padding is sent to no expert.
+        With documents, positions see their own document only, and padding is sent to no expert.
 
         With --recompute-granularity full, a training forward keeps only `hidden` and backward runs
         the body again.
@@ -113,12 +112,7 @@ class TransformerLayer(nn.Module):
         if self.compiled is not None:
             return self.compiled(self, hidden, rotary, documents)
 
-        normalized = self.input_layernorm(hidden)
-        if documents is None:
-            mixed = self.self_attention(normalized, rotary)
-        else:
-            row = normalized.flatten(0, 1).unsqueeze(0)
-            mixed = self.self_attention(row, rotary, documents).view_as(hidden)
+        mixed = self.self_attention(self.input_layernorm(hidden), rotary, documents)
         hidden = self.add(hidden, mixed, self.post_self_attn_layernorm)
         normalized = self.pre_mlp_layernorm(hidden)
         if not isinstance(self.mlp, MoELayer):

@@ -21,6 +21,7 @@ from megatron.core.transformer.experts import Experts
 from megatron.core.transformer.fused_weight import Linear
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.router import Router, RouterReport, Routing
+from megatron.core.transformer.sequence_slice import SequenceSlice
 from megatron.core.transformer.spec import MoeSpec
 from megatron.core.transformer.token_permutation import (
     TokenOrder,
@@ -75,9 +76,11 @@ class MoELayer(nn.Module):
 
     Attributes:
         exchange: how tokens get to experts. Expert parallelism replaces it.
+        sequence_slice: the part of each sequence that the tokens are; None: all of it.
     """
 
     exchange: TokenExchange
+    sequence_slice: SequenceSlice | None
 
     def __init__(
         self, spec: MoeSpec, hidden_size: int, *, init_std: float, output_init_std: float
@@ -85,6 +88,7 @@ class MoELayer(nn.Module):
         super().__init__()
         self.spec = spec
         self.exchange = NoExchange()
+        self.sequence_slice = None
         self.router = Router(spec.router, hidden_size, init_std=init_std)
         self.experts = Experts(
             spec, hidden_size, init_std=init_std, output_init_std=output_init_std
@@ -106,21 +110,24 @@ class MoELayer(nn.Module):
         The padding of documents is left out of all of it: no expert computes it, it takes no room
         in an expert's capacity, and its result is zero.
         """
-        lengths = None if documents is None else documents.without_padding
+        part = self.sequence_slice
+        within = None if part is None else part.of_rank(hidden.shape[1])
+        lengths = None if documents is None else documents.without_padding(within)
         if documents is None or lengths is None:
             return self._mix(hidden)
 
         # The number of real tokens is known to the host, which therefore does not wait.
-        real, tokens = documents.real_positions(hidden.device), hidden.flatten(0, 1)
-        output, report = self._mix(tokens.index_select(0, real), lengths)
+        real, tokens = documents.real_positions(hidden.device, within), hidden.flatten(0, 1)
+        num_tokens = sum(documents.without_padding() or ())
+        output, report = self._mix(tokens.index_select(0, real), lengths, num_tokens)
         padded = output.new_zeros(tokens.shape).index_copy(0, real, output)
         return padded.view_as(hidden), report
 
     def _mix(
-        self, hidden: Tensor, lengths: Sequence[int] | None = None
+        self, hidden: Tensor, lengths: Sequence[int] | None = None, num_tokens: int | None = None
     ) -> tuple[Tensor, RouterReport]:
         """As `forward`, without padding. See `Router.forward` for the arguments."""
-        routing = self.router(hidden, lengths)
+        routing = self.router(hidden, lengths, num_tokens)
         order = self._order(routing)
 
         sent = self.exchange.send(permute_tokens(hidden.flatten(0, -2), order), order.counts)

@@ -34,11 +34,6 @@ class RotaryAngles:
     sin: Tensor  # the same
     is_interleaved: bool = False  # see `RotarySpec`
 
-    def in_one_row(self) -> RotaryAngles:
-        """Angles of all positions of a batch, one row behind the other: [1, batch * seq, ...]."""
-        cos, sin = (part.flatten(0, 1).unsqueeze(0) for part in (self.cos, self.sin))
-        return RotaryAngles(cos, sin, self.is_interleaved)
-
 
 def rotary_angles(
     spec: RotarySpec, positions: Tensor, sections: tuple[int, ...] | None = None

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from megatron.core.autocast import without_autocast
 from megatron.core.products import linear
 from megatron.core.transformer.fused_weight import reset_linear
+from megatron.core.transformer.sequence_slice import SequenceSlice
 from megatron.core.transformer.spec import Balancing, RouterSpec, Scores
 
 _DTYPES = {"fp32": torch.float32, "fp64": torch.float64}  # of RouterSpec.dtype
@@ -57,9 +58,11 @@ class Router(nn.Module):
         bias: [experts], or None.
         expert_bias: [experts], a persistent buffer, or None. Added to the scores where experts are
             chosen, not in the weights. fp32 whatever the module is converted to.
+        sequence_slice: the part of each sequence that the tokens are; None: all of it.
     """
 
     expert_bias: Tensor | None
+    sequence_slice: SequenceSlice | None = None
 
     def __init__(self, spec: RouterSpec, hidden_size: int, *, init_std: float) -> None:
         super().__init__()
@@ -88,12 +91,20 @@ class Router(nn.Module):
             self.expert_bias = before.to(after.device)
         return self
 
-    def forward(self, hidden: Tensor, lengths: Sequence[int] | None = None) -> Routing:
-        """Routes tokens.
+    def forward(
+        self,
+        hidden: Tensor,
+        lengths: Sequence[int] | None = None,
+        num_tokens: int | None = None,
+    ) -> Routing:
+        """Routes tokens. The losses are means over the tokens of whole sequences, of which this
+        rank may have a part (`sequence_slice`): the balance loss is of all of them, and the z-loss
+        such that the mean over the ranks is.
 
         Args:
             hidden: [batch, seq, hidden]; with `lengths` [tokens, hidden].
             lengths: tokens of each sequence, one behind the other.
+            num_tokens: of whole sequences together; None: each rank has equally many.
         """
         logits = self._logits(hidden.flatten(0, -2))
         if lengths is None:
@@ -104,7 +115,7 @@ class Router(nn.Module):
         load = chosen.new_zeros(self.spec.num_experts)
         load.scatter_add_(0, chosen.flatten(), torch.ones_like(chosen).flatten())
         report = RouterReport(
-            self._balance_loss(logits, chosen, lengths), self._z_loss(logits), load
+            self._balance_loss(logits, chosen, lengths), self._z_loss(logits, num_tokens), load
         )
         return Routing(chosen, weights, report)
 
@@ -161,8 +172,8 @@ class Router(nn.Module):
         """
         spec = self.spec
         is_on = spec.balancing is not Balancing.NONE and spec.balance_coeff and self.training
-        # The mean over no tokens would be NaN.
-        if not is_on or not len(logits):
+        # The mean over no tokens would be NaN; but of a sequence other ranks may have some.
+        if not is_on or (self.sequence_slice is None and not len(logits)):
             return _no_loss(logits)
 
         if spec.scores is Scores.SOFTMAX:
@@ -175,16 +186,34 @@ class Router(nn.Module):
 
         parts = lengths if spec.balancing is Balancing.SEQUENCE else (len(logits),)
         counts = torch.zeros_like(scores).scatter_(1, chosen, 1.0)
-        share = _means(counts, parts) / spec.top_k
-        mean_score = _means(scores, parts)
+        share, mean_score = self._shares(counts, scores, parts)
         loss: Tensor = spec.num_experts * (share * mean_score).sum(dim=-1).mean()
         return (loss * spec.balance_coeff).float()
 
-    def _z_loss(self, logits: Tensor) -> Tensor:
+    def _shares(
+        self, counts: Tensor, scores: Tensor, parts: Sequence[int]
+    ) -> tuple[Tensor, Tensor]:
+        """Each expert's share of the choices, and its mean score: [parts, experts] both.
+
+        Args:
+            counts: [tokens, experts], 1 for each choice.
+        """
+        part = self.sequence_slice
+        if part is None:
+            return _means(counts, parts) / self.spec.top_k, _means(scores, parts)
+
+        both = torch.cat((counts, scores), dim=1)
+        counts, scores = part.total(_sums(both, parts)).chunk(2, dim=1)
+        num_choices = counts.sum(dim=1, keepdim=True)
+        return counts / num_choices, scores * (self.spec.top_k / num_choices)
+
+    def _z_loss(self, logits: Tensor, num_tokens: int | None) -> Tensor:
         """The mean of the squared log-sum-exp of a token's logits. fp32."""
         if not self.spec.z_coeff or not self.training or not len(logits):
             return _no_loss(logits)
         loss: Tensor = logits.logsumexp(dim=-1).square().mean() * self.spec.z_coeff
+        if self.sequence_slice is not None and num_tokens is not None:
+            loss = loss * (len(logits) * self.sequence_slice.size / num_tokens)
         return loss.float()
 
 
@@ -194,6 +223,11 @@ def _means(rows: Tensor, lengths: Sequence[int]) -> Tensor:
         means: Tensor = rows.unflatten(0, (len(lengths), -1)).mean(dim=1)
         return means
     return torch.stack([part.mean(dim=0) for part in rows.split(list(lengths))])
+
+
+def _sums(rows: Tensor, lengths: Sequence[int]) -> Tensor:
+    """The sum of each of so many consecutive rows: [lengths, columns]."""
+    return torch.stack([part.sum(dim=0) for part in rows.split(list(lengths))])
 
 
 def _no_loss(logits: Tensor) -> Tensor:

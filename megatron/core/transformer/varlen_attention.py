@@ -88,9 +88,10 @@ def attend_varlen(
 
     Args:
         query: [batch, heads, seq, head_dim].
-        key: [batch, groups, seq, head_dim].
-        value: [batch, groups, seq, value_dim], at most as wide as keys.
-        documents: documents of the batch, which is one row then.
+        key: [batch, groups, keys, head_dim]; with more keys than queries, these are those of the
+            last positions.
+        value: [batch, groups, keys, value_dim], at most as wide as keys.
+        documents: documents of the keys of a batch that is one row then.
 
     Returns:
         [batch, heads, seq, value_dim], same dtype.
@@ -98,29 +99,31 @@ def attend_varlen(
     kernel = varlen_kernel()
     assert kernel is not None, "callers ask suits_varlen"
     batch, num_heads, seq_length, width = query.shape
-    value_dim = value.shape[-1]
+    num_keys, value_dim = key.shape[2], value.shape[-1]
     # Zeros give channels of zeros.
     value = padded(value, (0, width - value_dim))
 
     if documents is None:
-        stop = batch * seq_length + 1
-        bounds = torch.arange(0, stop, seq_length, dtype=torch.int32, device=query.device)
-        longest = seq_length
+        rows = torch.arange(batch + 1, dtype=torch.int32, device=query.device)
+        of_queries, of_keys, longest = rows * seq_length, rows * num_keys, (seq_length, num_keys)
     else:
-        bounds = documents.bounds(query.device).to(torch.int32)
-        longest = max(documents.lengths)
+        of_keys = documents.bounds(query.device).to(torch.int32)
+        # Only the first document may have fewer queries.
+        num_missing = num_keys - seq_length
+        of_queries = (of_keys - num_missing).clamp(min=0)
+        first, *others = documents.lengths
+        longest = max(first - num_missing, *others, 0), max(documents.lengths)
     # How many positions before and behind each it sees; -1: all.
     before = -1 if spec.window is None else spec.window - 1
     window = (before, 0) if spec.is_causal else (-1, -1)
     output = kernel(
         *(part.transpose(1, 2).flatten(0, 1) for part in (query, key, value)),
-        bounds,
-        bounds,
-        longest,
-        longest,
+        of_queries,
+        of_keys,
+        *longest,
         scale=spec.scale,
         window_size=window,
         enable_gqa=num_heads != key.shape[1],
     )
-    rows = output.view(batch, seq_length, num_heads, width)
-    return rows.transpose(1, 2)[..., :value_dim]
+    output = output.view(batch, seq_length, num_heads, width)
+    return output.transpose(1, 2)[..., :value_dim]

@@ -95,6 +95,21 @@ CASES = {
         _offloaded(**_ALL_OVERLAPS, optimizer_update_on_device=0.5),
         DataParallelConfig(data_parallel_sharding_strategy="optim"),
     ),
+    "offload early": Case(_offloaded(**_ALL_OVERLAPS, optimizer_early_update_gib=1.0)),
+    "offload early half": Case(
+        _offloaded(0.5, **_ALL_OVERLAPS, optimizer_early_update_gib=1.0),
+        DataParallelConfig(data_parallel_sharding_strategy="optim"),
+    ),
+    "offload early fp16": Case(
+        _offloaded(
+            **_ALL_OVERLAPS,
+            optimizer_early_update_gib=1.0,
+            optimizer_update_on_device=0.5,
+            initial_loss_scale=2.0**12,
+            clip_grad=0.0,
+        ),
+        dtype="fp16",
+    ),
     "offload in order": Case(OptimizerConfig(optimizer_cpu_offload=True)),
     "offload unpinned": Case(_offloaded(pin_cpu_grads=False, pin_cpu_params=False)),
     "activations": Case(execution=_ACTIVATIONS),

@@ -21,6 +21,7 @@ from megatron.core.distributed.fsdp.group_weights import Delivery
 from megatron.core.distributed.fsdp.parameter_group import FsdpParameterGroup
 from megatron.core.lanes import StreamLane
 from megatron.core.optimizer.cpu_offloading.bucket import FsdpBucket
+from megatron.core.optimizer.cpu_offloading.early_updates import EarlyUpdate, EarlyUpdates
 from megatron.core.optimizer.cpu_offloading.host_side import HostSide
 from megatron.core.optimizer.cpu_offloading.streamed_pass import StreamedPass
 
@@ -85,6 +86,21 @@ REMOVALS = {
     ),
     "of the host's update for the states' way down": Removal(
         HostSide, "_begin", {r", \*bucket\.updates\(\)\]": "]"}
+    ),
+    "of the early update for the gradients": Removal(
+        HostSide, "begin_early", {r"\[fetched, ": "["}
+    ),
+    "of the early update for readers of states": Removal(
+        HostSide, "begin_early", {r", \*bucket\.reads": ""}
+    ),
+    "of the early update for the states' way down": Removal(
+        HostSide, "begin_early", {r", \*bucket\.updates\(\)": ""}
+    ),
+    "of the early update's end for its start": Removal(
+        EarlyUpdates, "queue", {r"\[is_started\]": "[]"}
+    ),
+    "of old values for the early update": Removal(
+        EarlyUpdate, "restore", {r"self\.done\.synchronize\(\)": "pass"}
     ),
     # Gradients that have come down already wait for the computation all the same, and the weights
     # for them: without that, too, the wait matters.

@@ -9,7 +9,14 @@ import torch
 import torch.distributed as dist
 
 from megatron.core import local_ranks, mesh
-from megatron.core.mesh import build_expert_mesh, second_group, set_timeout
+from megatron.core.mesh import (
+    build_context_mesh,
+    build_expert_mesh,
+    group_over,
+    ranks_over,
+    second_group,
+    set_timeout,
+)
 from tests.helpers.ranks import on_ranks
 
 
@@ -26,6 +33,27 @@ def test_instances_of_hybrid_sharding_are_consecutive_ranks_as_well() -> None:
     mesh = build_expert_mesh("cpu", 4, 2, num_instances=2)
     assert mesh.mesh_dim_names == ("dp_outer", "edp", "ep")
     assert mesh.mesh.tolist() == [[[0, 1]], [[2, 3]]]
+
+
+@on_ranks(4)
+def test_ranks_along_several_axes_have_one_group() -> None:
+    mesh, rank = build_expert_mesh("cpu", 4, 2, num_instances=2), dist.get_rank()
+    expected = [rank % 2, rank % 2 + 2]
+    assert ranks_over(mesh, (0, 1)) == expected
+    group = group_over(mesh, (0, 1))
+    assert dist.get_process_group_ranks(group) == expected
+    assert group_over(mesh, (0, 1)) is group
+    total = torch.tensor(rank)
+    dist.all_reduce(total, group=group)
+    assert int(total) == sum(expected)
+    # No other group is made where there is one already.
+    assert group_over(mesh, (2,)) is mesh.get_group(2)
+    assert group_over(mesh, (0, 1, 2)) is dist.group.WORLD
+
+
+def test_sequences_are_divided_over_consecutive_ranks() -> None:
+    mesh = build_context_mesh("cpu", 4, 2)
+    assert (mesh.mesh_dim_names, mesh.mesh.tolist()) == (("samples", "cp"), [[0, 1], [2, 3]])
 
 
 @on_ranks(2)
@@ -59,6 +87,11 @@ def test_groups_that_do_not_divide_the_ranks_are_refused(expert_size, num_instan
     expected = rf"divides 4 ranks, got {got}\.$"
     with pytest.raises(ValueError, match=expected):
         build_expert_mesh("cpu", 4, expert_size, num_instances)
+
+
+def test_sequences_are_not_divided_over_ranks_of_which_some_are_left_over():
+    with pytest.raises(ValueError, match=r"divides 6 ranks, got 4\.$"):
+        build_context_mesh("cpu", 6, 4)
 
 
 CPU = torch.device("cpu")

@@ -289,6 +289,42 @@ def test_one_rank_cannot_divide_experts_without_experts_or_an_engine(flags, name
     assert refusal(*flags.split()).startswith(f"{named}: expected ")
 
 
+CONTEXT = "--context-parallel-size"
+DELTA_NETS = (
+    "--linear-attention-freq 2 --linear-num-key-heads 2 --linear-num-value-heads 2 "
+    "--linear-key-head-dim 4 --linear-value-head-dim 4"
+)
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        (f"{CONTEXT} 0", CONTEXT),
+        (f"{CONTEXT} 3", CONTEXT),
+        (f"{CONTEXT} 2 --seq-length 15", "--seq-length"),
+        (f"{CONTEXT} 4", CONTEXT),  # of 2 heads
+        (f"{CONTEXT} 4 --cp-comm-type all_gather {DELTA_NETS}", CONTEXT),
+        (f"{CONTEXT} 2 --global-batch-size 3", "--global-batch-size"),
+        (f"{CONTEXT} 2 --use-torch-fsdp2", CONTEXT),
+        ("--cp-comm-type all_gather", "--cp-comm-type"),
+        (f"{CONTEXT} 2 --cp-comm-type ring", "--cp-comm-type"),
+    ],
+)
+def test_flags_of_context_parallelism_that_do_not_fit_are_rejected_by_name(flags, named):
+    assert refusal(*flags.split(), world_size=4).startswith(f"{named}: expected ")
+
+
+def test_ranks_that_divide_sequences_do_not_add_to_the_batch():
+    config = parse_config([*MINIMAL, CONTEXT, "2"], 8)
+    assert config.global_batch_size == 4
+    assert [config.parallel.data_parallel_rank(rank) for rank in range(8)] == [
+        *(0, 0, 1, 1),
+        *(2, 2, 3, 3),
+    ]
+    gathered = f"{CONTEXT} 4 --cp-comm-type all_gather"
+    assert parse_config([*MINIMAL, *gathered.split()], 8).global_batch_size == 2
+
+
 def test_one_rank_for_all_experts_is_no_setting():
     assert parse_config([*MINIMAL, SIZE, "1"], 4) == parse_config(MINIMAL, 4)
 

@@ -452,3 +452,6 @@ def test_the_offloaded_optimizers_times_are_a_line_and_a_record_in_milliseconds(
     make(now, sink).timings(timings._replace(host_bytes=0.0), 8)
     assert "host 10.0, h2d 0.9;" in shown.messages[-1]
     assert "host_gb_per_second" not in sink.records[1][1]
+    make(now, sink).timings(timings._replace(early_bytes=1.025e8), 10)
+    assert "host 10.0 (41.0 GB/s, 25 % early), h2d" in shown.messages[-1]
+    assert sink.records[2][1]["early_share"] == pytest.approx(0.25)

@@ -243,10 +243,16 @@ def _no_group(*_args: Any, **_named: Any) -> Iterator[None]:
 
 
 @pytest.mark.parametrize(
-    ("expert_size", "local_size", "is_ordered"), [(1, 4, False), (2, 4, True), (1, 2, True)]
+    ("sizes_of_groups", "local_size", "is_ordered"),
+    [
+        ({}, 4, False),
+        ({"expert_model_parallel_size": 2}, 4, True),
+        ({"context_parallel_size": 2}, 4, True),
+        ({}, 2, True),
+    ],
 )
 def test_collectives_of_several_groups_are_ordered_before_there_is_one(
-    expert_size, local_size, is_ordered, monkeypatch
+    sizes_of_groups, local_size, is_ordered, monkeypatch
 ):
     sizes = {"RANK": 0, "WORLD_SIZE": 4, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": local_size}
     for name, value in sizes.items():
@@ -256,7 +262,7 @@ def test_collectives_of_several_groups_are_ordered_before_there_is_one(
     monkeypatch.setattr(module, "process_group", _no_group)
     monkeypatch.setattr(module.log, "configure", lambda *_, **__: None)
     config = config_of(*EVERY)
-    parallel = replace(config.parallel, expert_model_parallel_size=expert_size)
+    parallel = replace(config.parallel, **sizes_of_groups)
     with pytest.raises(ReachedError):
         module.pretrain(
             replace(config, parallel=parallel),

@@ -1,11 +1,13 @@
 """`index.json`: all tensors and chunks of a checkpoint, computed for a save and read by a load.
 
-    {"format_version": 3, "save_id": ..., "writers": [[file, rank], ...],
-     "tensors": {key: [dtype, shape, [[writer, offset, *box's offsets, *box's sizes], ...]], ...},
-     "plain": ..., "exported": ...}
+    {"format_version": 4, "save_id": ..., "writers": [[file, rank], ...],
+     "tensors": {key: [dtype, shape, division, [offset, ...]], ...}, "plain": ..., "exported": ...,
+     "divisions": [[[writer, *box's offsets, *box's sizes], ...], ...]}
 
-A *writer* is a file with a rank that writes to it; a chunk names it by its number. `.metadata` is a
-pickle with the same contents for PyTorch, of `.distcp` files only.
+A *writer* is a file with a rank that writes to it. A *division* is the boxes of a tensor, each with
+the number of its writer; a tensor names one by its number, and has an offset in a file for each
+box. A thousand ranks write a million chunks, but in few divisions: each is read and checked once.
+`.metadata` is a pickle with the same contents for PyTorch, of `.distcp` files only.
 
 [Note: data files] Each rank computes the places in its own file, and rank 0 those in the files of
 all ranks (`build_index`). A data file consists of blobs as `torch.save` writes them, one per chunk,
@@ -18,7 +20,7 @@ from __future__ import annotations
 
 from array import array
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 from itertools import chain
@@ -34,6 +36,7 @@ from megatron.core.dist_checkpointing.format.manifest import (
     DTYPES,
     FORMAT_VERSION,
     FURTHER_FILE,
+    MAX_COUNT,
     Manifest,
     Marker,
     check_version,
@@ -168,25 +171,46 @@ class Index:
         """The chunks of each rank, in the order of the digests in its manifest."""
         return _ChunksByRank(list(self.all_tensors))
 
+    @cached_property
+    def layouts(self) -> Mapping[int, str]:
+        """By rank, a digest of the chunks that the rank writes, and of their offsets."""
+        # In one pass, without the lists of chunks by rank: a thousand ranks write a million.
+        states: defaultdict[int, Any] = defaultdict(xxhash.xxh3_128)
+        # With the divisions themselves, whose numbers no other objects have while they exist.
+        known: dict[tuple[int, torch.dtype], tuple[Division, list[str]]] = {}
+        for key, dtype, _, chunks in self.all_tensors:
+            columns = ChunkColumns.of(chunks)
+            division, which = columns.division, (id(columns.division), dtype)
+            if which not in known:
+                boxes = zip(division.boxes, division.files, strict=True)
+                texts = [f"{dtype}\0{box.offsets}{box.sizes}{file}" for box, file in boxes]
+                known[which] = division, texts
+            rows = zip(division.ranks, known[which][1], columns.offsets, strict=True)
+            for rank, text, offset in rows:
+                states[rank].update(f"{key}\0{text}\0{offset}\n".encode())
+        return {rank: state.hexdigest() for rank, state in states.items()}
+
     def layout_of(self, rank: int) -> str:
         """A digest of all that a rank writes, and of where."""
-        return layout_digest(self.chunks_by_rank.get(rank, ()))
+        return self.layouts.get(rank) or xxhash.xxh3_128().hexdigest()
 
     def to_bytes(self) -> bytes:
-        """The content of the file, a line per tensor."""
-        # Numbered as they come: few of them write thousands of chunks.
-        writers: dict[tuple[str, int], int] = {}
+        """The content of the file, a line per tensor and division."""
+        text = _Writer()
         members = [
-            (name, _tensors_to_json(tensors, writers))
+            (name, text.tensors(tensors))
             for name, tensors in (
                 ("tensors", self.tensors),
                 ("plain", self.plain),
                 ("exported", self.exported),
             )
         ]
-        head = {"format_version": FORMAT_VERSION, "save_id": self.save_id, "writers": [*writers]}
-        text = ",".join(f"\n{to_json(name)}:{content}" for name, content in members)
-        return f"{to_json(head)[:-1]},{text}\n}}\n".encode()
+        divisions = ",".join(f"\n[{','.join(rows)}]" for _, _, rows in text.divisions.values())
+        members.append(("divisions", f"[{divisions}]"))
+        head = {"format_version": FORMAT_VERSION, "save_id": self.save_id}
+        head["writers"] = [*text.writers]
+        body = ",".join(f"\n{to_json(name)}:{content}" for name, content in members)
+        return f"{to_json(head)[:-1]},{body}\n}}\n".encode()
 
     @classmethod
     def from_bytes(cls, content: bytes, marker: Marker | None, source: str) -> Index:
@@ -204,14 +228,16 @@ class Index:
         """
         members = parse_object(content, source)
         check_version(members, source)
-        names = ("save_id", "writers", "tensors", "plain", "exported")
-        save_id, writers, *groups = values_of(members, names, source)
+        names = ("save_id", "writers", "divisions", "tensors", "plain", "exported")
+        save_id, writers, divisions, *groups = values_of(members, names, source)
         expect(is_text(save_id), "a save id", save_id, source)
         expect(isinstance(writers, list), "a list of writers", writers, source)
         if marker is not None:
             expect(save_id == marker.save_id, f"save id {marker.save_id}", save_id, source)
 
-        reader = _Reader([_writer(values, marker, source) for values in writers], source)
+        expect(isinstance(divisions, list), "a list of divisions", divisions, source)
+        own = [_writer(values, marker, source) for values in writers]
+        reader = _Reader([_division(values, own, source) for values in divisions], source)
         tensors, plain, exported = map(reader.tensors, groups)
         index = cls(save_id, tensors, plain, exported)
         for key, (_, dtype, shape, chunks) in index.plain.items():
@@ -248,18 +274,6 @@ class _ChunksByRank(Mapping[int, list[tuple[SavedTensor, SavedChunk]]]):
         return len(self._numbers)
 
 
-def layout_digest(chunks: Iterable[tuple[SavedTensor, SavedChunk]]) -> str:
-    """A digest of the chunks of a rank, in this order, and of their offsets."""
-    state = xxhash.xxh3_128()
-    texts: dict[tuple[torch.dtype, Box], str] = {}  # a rank has few shapes
-    for tensor, (box, _, file, offset) in chunks:
-        text = texts.get((tensor.dtype, box))
-        if text is None:
-            text = texts[tensor.dtype, box] = f"{tensor.dtype}\0{box.offsets}{box.sizes}"
-        state.update(f"{tensor.key}\0{text}{file}\0{offset}\n".encode())
-    return state.hexdigest()
-
-
 def manifest_problems(manifest: Manifest, rank: int, index: Index, source: str) -> Iterator[str]:
     """The contradictions between a rank's manifest and the index."""
     if manifest.save_id != index.save_id:
@@ -269,7 +283,7 @@ def manifest_problems(manifest: Manifest, rank: int, index: Index, source: str) 
         return
 
     chunks = index.chunks_by_rank.get(rank, [])
-    if manifest.layout != layout_digest(chunks) or len(manifest.digests) != len(chunks):
+    if manifest.layout != index.layout_of(rank) or len(manifest.digests) != len(chunks):
         yield (
             f"Expected rank {rank} to have written the {len(chunks)} chunks of the index, got "
             f"{len(manifest.digests)} others in {source}."
@@ -282,35 +296,41 @@ def manifest_problems(manifest: Manifest, rank: int, index: Index, source: str) 
             yield f"Expected {number} digests of {where}, got {len(digests)}."
 
 
-def _tensors_to_json(
-    tensors: Mapping[str, SavedTensor], writers: dict[tuple[str, int], int]
-) -> str:
-    lines = []
-    heads: dict[tuple[torch.dtype, tuple[int, ...]], str] = {}
-    # With the divisions themselves, whose numbers no other objects have while they exist.
-    known: dict[int, tuple[Division, list[str], list[str]]] = {}
-    for key, (_, dtype, shape, chunks) in tensors.items():
-        columns = ChunkColumns.of(chunks)
-        number = id(columns.division)
-        if number not in known:
-            known[number] = columns.division, *_division_to_json(columns.division, writers)
-        around = zip(*known[number][1:], columns.offsets, strict=True)
-        places = ",".join([f"{before}{offset}{behind}" for before, behind, offset in around])
-        if (dtype, shape) not in heads:
-            heads[dtype, shape] = to_json([dtype_name(dtype), shape])[:-1]
-        lines.append(f"\n{to_json(key)}:{heads[dtype, shape]},[{places}]]")
-    return "{" + ",".join(lines) + "}"
+class _Writer:
+    """Makes the JSON of tensors.
 
+    Attributes:
+        writers: numbers of the files and ranks seen so far.
+        divisions: the number and the rows of each division seen so far, by its id; with itself,
+            whose id no other object has while it exists.
+    """
 
-def _division_to_json(
-    division: Division, writers: dict[tuple[str, int], int]
-) -> tuple[list[str], list[str]]:
-    """For each chunk the text before its offset in its file, and behind it."""
-    before, behind = [], []
-    for (offsets, sizes), rank, file in zip(*division, strict=True):
-        before.append(f"[{writers.setdefault((file, rank), len(writers))},")
-        behind.append("".join([f",{number}" for number in (*offsets, *sizes)]) + "]")
-    return before, behind
+    def __init__(self) -> None:
+        self.writers: dict[tuple[str, int], int] = {}
+        self.divisions: dict[int, tuple[Division, int, list[str]]] = {}
+        self._heads: dict[tuple[torch.dtype, tuple[int, ...], int], str] = {}
+
+    def tensors(self, tensors: Mapping[str, SavedTensor]) -> str:
+        """The object of tensors by key."""
+        lines = []
+        for key, (_, dtype, shape, chunks) in tensors.items():
+            columns = ChunkColumns.of(chunks)
+            which = dtype, shape, self._number(columns.division)
+            if which not in self._heads:
+                self._heads[which] = to_json([dtype_name(dtype), *which[1:]])[:-1]
+            lines.append(f"\n{to_json(key)}:{self._heads[which]},{to_json([*columns.offsets])}]")
+        return "{" + ",".join(lines) + "}"
+
+    def _number(self, division: Division) -> int:
+        if id(division) not in self.divisions:
+            rows = [
+                to_json(
+                    [self.writers.setdefault((file, rank), len(self.writers)), *offsets, *sizes]
+                )
+                for (offsets, sizes), rank, file in zip(*division, strict=True)
+            ]
+            self.divisions[id(division)] = division, len(self.divisions), rows
+        return self.divisions[id(division)][1]
 
 
 def _writer(values: object, marker: Marker | None, source: str) -> tuple[str, int]:
@@ -327,11 +347,29 @@ def _writer(values: object, marker: Marker | None, source: str) -> tuple[str, in
     return file, rank
 
 
+def _division(values: object, writers: Sequence[tuple[str, int]], source: str) -> Division:
+    expect(isinstance(values, list), "a list of boxes", values, source)
+    assert isinstance(values, list), "as just checked"
+    boxes, ranks, files = [], [], []
+    for row in values:
+        is_row = is_counts(row) and len(row) == len(values[0]) and len(row) % 2 == 1
+        expect(is_row, "a writer and a box of the division's dims", row, source)
+        writer, *numbers = row
+        expect(writer < len(writers), f"one of {len(writers)} writers", writer, source)
+        num_dims = len(numbers) // 2
+        boxes.append(Box(tuple(numbers[:num_dims]), tuple(numbers[num_dims:])))
+        expect(boxes[-1].numel > 0, "a box with elements", row, source)
+        file, rank = writers[writer]
+        ranks.append(rank)
+        files.append(file)
+    return Division(boxes, ranks, files)
+
+
 class _Reader:
     """Makes tensors of JSON whose types have not been checked."""
 
-    def __init__(self, writers: list[tuple[str, int]], source: str) -> None:
-        self._writers = writers
+    def __init__(self, divisions: Sequence[Division], source: str) -> None:
+        self._divisions = divisions
         self._source = source
 
     def tensors(self, members: Any) -> dict[str, SavedTensor]:
@@ -341,46 +379,63 @@ class _Reader:
     def _tensor(self, key: str, values: Any) -> SavedTensor:
         expect(key != "", "keys that are not empty", key, self._source)
         where = f"{key!r} in {self._source}"
-        is_whole = isinstance(values, list) and len(values) == 3
-        expect(is_whole, "dtype, shape and chunks of", values, where)
-        dtype, shape, chunks = values
+        is_whole = isinstance(values, list) and len(values) == 4
+        expect(is_whole, "dtype, shape, division and offsets of", values, where)
+        dtype, shape, number, offsets = values
         expect(isinstance(dtype, str) and dtype in DTYPES, "a dtype", dtype, where)
         expect(is_counts(shape) and len(shape) <= _MAX_DIMS, "a shape", shape, where)
-        expect(isinstance(chunks, list), "a list of chunks", chunks, where)
-        found = [self._chunk(chunk, len(shape), where) for chunk in chunks]
-        return SavedTensor(key, DTYPES[dtype], tuple(shape), found)
-
-    def _chunk(self, values: Any, num_dims: int, where: str) -> SavedChunk:
-        is_whole = is_counts(values) and len(values) == 2 + 2 * num_dims
-        expect(is_whole, f"a chunk of {2 + 2 * num_dims} numbers", values, where)
-        writer, offset = values[:2]
-        expect(writer < len(self._writers), f"one of {len(self._writers)} writers", writer, where)
-        box = Box(tuple(values[2 : 2 + num_dims]), tuple(values[2 + num_dims :]))
-        expect(box.numel > 0, "a box with elements", values, where)
-        file, rank = self._writers[writer]
-        return SavedChunk(box, rank, file, offset)
+        is_division = is_count(number) and number < len(self._divisions)
+        expect(is_division, f"one of {len(self._divisions)} divisions", number, where)
+        division = self._divisions[number]
+        is_whole = is_counts(offsets) and len(offsets) == len(division.boxes)
+        expect(is_whole, f"an offset for each of {len(division.boxes)} boxes", offsets, where)
+        columns = ChunkColumns(division, array("q", offsets))
+        return SavedTensor(key, DTYPES[dtype], tuple(shape), columns)
 
 
 def _check_places(index: Index, marker: Marker | None, source: str) -> None:
     """Checks that all chunks are inside their files and do not overlap."""
-    # With that, a load never reads more than the files.
-    ends: dict[str, tuple[int, str]] = {}
-    places = ((chunk, tensor) for tensor in index.all_tensors for chunk in tensor.chunks)
-    for chunk, tensor in sorted(places, key=lambda each: (each[0].file, each[0].offset)):
-        end, other = ends.get(chunk.file, (0, ""))
-        if chunk.offset < end:
-            raise CheckpointDamagedError(
-                f"Expected {tensor.key!r} from byte {end} of {chunk.file} on in {source}, where "
-                f"{other!r} ends, got byte {chunk.offset}."
-            )
-        ends[chunk.file] = chunk.offset + tensor.chunk_nbytes(chunk), tensor.key
+    # With that, a load never reads more than the files. In arrays, as there may be millions.
+    tensors = list(index.all_tensors)
+    numbers: dict[str, int] = {}  # of files
+    known: dict[tuple[int, int], tuple[Division, array[int], array[int]]] = {}
+    owners, files, begins, sizes = (array("q") for _ in range(4))
+    for owner, (_, dtype, _, chunks) in enumerate(tensors):
+        columns = ChunkColumns.of(chunks)
+        division, which = columns.division, (id(columns.division), dtype.itemsize)
+        if which not in known:
+            own_files = array("q", [numbers.setdefault(f, len(numbers)) for f in division.files])
+            own_sizes = [min(box.numel * dtype.itemsize, MAX_COUNT) for box in division.boxes]
+            known[which] = division, own_files, array("q", own_sizes)
+        owners.extend([owner] * len(columns))
+        begins.extend(columns.offsets)
+        files.extend(known[which][1])
+        sizes.extend(known[which][2])
+    if not owners:
+        return
 
-    sizes = {} if marker is None else {name: each.nbytes for name, each in marker.files.items()}
-    for file, (end, key) in ends.items():
-        nbytes = sizes.get(file, end)
-        if end > nbytes:
+    # By file, and in each by offset.
+    file, begin, size = (torch.frombuffer(one, dtype=torch.int64) for one in (files, begins, sizes))
+    order = begin.argsort()
+    order = order[file[order].argsort(stable=True)]
+    file, begin, end = file[order], begin[order], (begin + size)[order]
+    is_last = torch.ones_like(file, dtype=torch.bool)
+    is_last[:-1] = file[1:] != file[:-1]
+    names = [*numbers]
+    for i in (~is_last[:-1] & (begin[1:] < end[:-1])).nonzero()[:1, 0].tolist():
+        other, own = (tensors[owners[each]].key for each in order[i : i + 2].tolist())
+        raise CheckpointDamagedError(
+            f"Expected {own!r} from byte {int(end[i])} of {names[int(file[i])]} on in {source}, "
+            f"where {other!r} ends, got byte {int(begin[i + 1])}."
+        )
+
+    for i in is_last.nonzero()[:, 0].tolist():
+        name, stop = names[int(file[i])], int(end[i])
+        nbytes = stop if marker is None else marker.files[name].nbytes
+        if stop > nbytes:
             raise CheckpointDamagedError(
-                f"Expected {key!r} within the {nbytes} bytes of {file} in {source}, got byte {end}."
+                f"Expected {tensors[owners[int(order[i])]].key!r} within the {nbytes} bytes of "
+                f"{name} in {source}, got byte {stop}."
             )
 
 

@@ -29,9 +29,9 @@ from megatron.core.dist_checkpointing.errors import (
 )
 from megatron.core.json_reading import parse_json
 
-FORMAT_VERSION = 3
+FORMAT_VERSION = 4
 
-_MAX_COUNT = (1 << 63) - 1  # the largest size or place in a file
+MAX_COUNT = (1 << 62) - 1  # the largest size or offset; a sum of two is an int64
 _DIGEST = re.compile(r"[0-9a-f]{32}")
 
 
@@ -82,7 +82,7 @@ def expect(is_met: bool, what: str, got: object, source: str) -> None:
 def is_count(value: object) -> bool:
     """Whether it is a number of bytes, elements, ranks."""
     # Not `isinstance`, for which JSON's `true` is an integer, too.
-    return type(value) is int and 0 <= value <= _MAX_COUNT
+    return type(value) is int and 0 <= value <= MAX_COUNT
 
 
 def is_counts(value: object) -> bool:

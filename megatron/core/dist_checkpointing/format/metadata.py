@@ -196,14 +196,17 @@ class _Composer:
     def _add_places(self, tensor: SavedTensor, columns: ChunkColumns, key: bytes) -> None:
         begin = self._index + _BEGIN_OBJECT + self._text["fqn"] + key + self._text["offset"]
         around = self._around_offsets(tensor.dtype, columns.division)
-        for (between, before, behind), offset in zip(around, columns.offsets, strict=True):
-            self._parts += [begin, between, _code_of_int(offset - before), behind]
+        chunks = zip(around, columns.offsets, strict=True)
+        self._parts += [
+            begin + between + (offset - before).to_bytes(8, "little") + behind
+            for (between, before, behind), offset in chunks
+        ]
 
     def _around_offsets(
         self, dtype: torch.dtype, division: Division
     ) -> list[tuple[bytes, int, bytes]]:
-        """For each chunk the code between the key of its tensor and the offset of its blob, the
-        bytes of the blob before the data, and the code behind the offset.
+        """For each chunk the code between the key of its tensor and the eight bytes of the offset
+        of its blob, the bytes of the blob before the data, and the code behind the offset.
         """
         which, num_before = (id(division), dtype), self._num_remembered
         if which in self._place_codes:
@@ -214,7 +217,9 @@ class _Composer:
             header_nbytes, _, nbytes = blob_layout(dtype, sizes)
             index = self._size_of(offsets) + self._text["index"] + _code_of_int(i) + _END_OBJECT
             length = self._text["length"] + _code_of_int(nbytes) + _END_OBJECT
-            found.append((index + self._info_until_offset(file), header_nbytes, length))
+            # Offsets take eight bytes, whatever their size: files are larger than four address.
+            between = index + self._info_until_offset(file) + pickle.LONG1 + b"\x08"
+            found.append((between, header_nbytes, length))
         if self._num_remembered == num_before:
             self._place_codes[which] = found
         return found

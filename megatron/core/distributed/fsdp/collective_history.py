@@ -57,7 +57,7 @@ class Kind(enum.IntEnum):
 
     GATHER = 1  # weights
     REDUCE = 2  # gradients
-    EXCHANGE = 3  # tokens travel to the ranks that compute with the weights
+    EXCHANGE = 3  # tokens travel to the ranks that compute with them
     READY = 4  # an optimizer is about to update the weights; without communication
     STEP = 5  # it has updated them
 

@@ -30,7 +30,7 @@ from megatron.core.issued_collectives import issuing
 from megatron.core.rank_waits import waiting_for_ranks
 
 # torch 2.13 renamed them and warns about the old names, the only ones in torch 2.11.
-_all_gather_on_device = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+all_gather_on_device = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 _reduce_scatter_on_device = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
 # The first tag of this module, far from the small tags of a program's other messages.
@@ -164,7 +164,7 @@ def all_gather(
     name = label.describe("all-gather", out.numel())
     if out.device.type != "cpu" and len(parts) > 1:
         with issuing(name, out):
-            _all_gather_on_device(out, own, group=group)
+            all_gather_on_device(out, own, group=group)
         return
 
     # Receives are posted before sends, and the own part is copied while messages are in flight.

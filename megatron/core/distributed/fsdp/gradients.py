@@ -5,6 +5,9 @@ that the optimizer reads.
     partial     their sum over microbatches, where an axis is reduced only after the last of them
     main        reduced over all axes except kept ones; read by the optimizer
 
+Where no other rank has gradients to add (`GroupPlan.skips_reduction`), only `main` has memory.
+Autograd's own tensors are kept until they are added to it.
+
 The gradient of a sharded parameter is its sum so far: None, a part of `main`, or, between the
 microbatches of a deferred reduction, a part of `partial`, with the placements of a partial sum.
 There is no other record, so clearing gradients, to None or to zero, is enough to start a new sum.
@@ -16,7 +19,7 @@ has deferred a reduction is remembered apart from the gradients, alike on all ra
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import zip_longest
@@ -98,6 +101,7 @@ class GroupGradients:
         self._process_groups: dict[int, dist.ProcessGroup | None] = {}
         self._divisor = plan.grad_divisor
         self._received: set[int] = set()
+        self._own: dict[int, torch.Tensor] = {}  # autograd's, by index, of `skips_reduction`
         self._has_deferred = False  # since the last reduction over all axes
 
         # Ranks along a kept axis have the gradients of different rows, which are not summed.
@@ -114,7 +118,7 @@ class GroupGradients:
         self._slots = [self.unsharded.get_local_tensor(index) for index in numbers]
         self._main_rows = [self.main.get_local_tensor(index) for index in numbers]
         self._main_grads = [self.main.get_dtensor(index) for index in numbers]
-        if placements.defers_reduction:
+        if plan.defers_reduction:
             self.partial = DBuffer(mesh, placements.gradient, layout, main, device)
             self._partial_rows = [self.partial.get_local_tensor(index) for index in numbers]
             self._partial_grads = [self.partial.get_dtensor(index) for index in numbers]
@@ -163,7 +167,14 @@ class GroupGradients:
         return versions
 
     def collect(self, index: int, gradient: torch.Tensor) -> None:
-        """Takes a gradient of the whole parameter `index`; adds it to one that is there."""
+        """Takes a gradient of the whole parameter `index`; adds it to one that is there. The caller
+        must not write to it afterwards.
+        """
+        if self._plan.skips_reduction:
+            is_first = index not in self._received
+            self._own[index] = gradient if is_first else self._own[index] + gradient
+            self._received.add(index)
+            return
         if not self._received:
             self._take_memory()
         if index in self._received:
@@ -242,6 +253,7 @@ class GroupGradients:
         """Frees the buffers that the last `reduce` has read, after its work is done."""
         if not self._received:
             self.unsharded.release_storage()
+            self._own.clear()
         if self.partial is not None and not any(
             is_partial(parameter.grad) for parameter in parameters
         ):
@@ -250,12 +262,15 @@ class GroupGradients:
     def forget(self) -> None:
         """Drops collected gradients that are not reduced yet."""
         self._received = set()
+        self._own.clear()
 
     def forget_deferred(self) -> None:
         """Forgets that a reduction was deferred. All ranks must call it, without partial sums."""
         self._has_deferred = False
 
     def _take_memory(self) -> None:
+        if self._plan.skips_reduction:
+            return
         self.unsharded.reallocate_storage()
         self.unsharded.zero_padding()
 
@@ -288,11 +303,31 @@ class GroupGradients:
     def move(self, step: ReductionStep, label: Label) -> Move:
         """A step of a reduction, as a lane's work."""
         group = None
-        if len(step.axes) == 1 and isinstance(step.target.placements[step.axes[0]], Shard):
+        carry_out_step: Callable[[ReductionStep, Label], None] = self._carry_out
+        if self._plan.skips_reduction:
+            carry_out_step = self._add_own
+        elif len(step.axes) == 1 and isinstance(step.target.placements[step.axes[0]], Shard):
             (axis,) = step.axes
             group = self._process_groups.get(axis) or self._mesh.get_group(axis)
-        work = partial(self._carry_out, step)
+        work = partial(carry_out_step, step)
         return Move(work, group, step.source.local_buffer, self._plan.comm_dtype, label)
+
+    def _add_own(self, step: ReductionStep, _: Label) -> None:
+        """Adds autograd's gradients to the sums in `main`."""
+        for index, target in enumerate(step.target_rows):
+            if index not in step.received:
+                if index not in step.kept:
+                    target.zero_()
+                continue
+
+            gradient = self._own[index]
+            if step.divisor != 1:
+                dtype = torch.promote_types(gradient.dtype, torch.float32)
+                gradient = gradient.to(dtype, copy=True).div_(step.divisor)
+            if index in step.kept:
+                target.add_(gradient)
+            else:
+                target.copy_(gradient)
 
     def _carry_out(self, step: ReductionStep, label: Label) -> None:
         indices, kept = set(range(len(self._slots))), set(step.kept)

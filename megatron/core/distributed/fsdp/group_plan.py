@@ -18,6 +18,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch.distributed.tensor import Partial
@@ -92,6 +93,16 @@ class GroupPlan:
         """In which ranks add gradients up."""
         return known(self.policy.grad_comm_dtype)
 
+    @cached_property
+    def skips_reduction(self) -> bool:
+        """Whether autograd's gradients are added to the main ones as they are: no other rank has
+        gradients to add, and none of them are rounded to a narrower dtype on the way.
+        """
+        axes = zip(self.mesh_shape, self.placements.is_kept, strict=True)
+        is_alone = all(is_kept or size == 1 for size, is_kept in axes)
+        widest = max(self.dtype.itemsize, self.grad_dtype.itemsize)
+        return is_alone and self.comm_dtype.itemsize >= widest
+
     @property
     def sent_dtype(self) -> torch.dtype:
         """Of whole gradients. Where a device adds them up, autograd's are cast as they are
@@ -158,7 +169,7 @@ class GroupPlan:
     @property
     def partial_grads_nbytes(self) -> int:
         """Of the sums over microbatches that wait for a deferred reduction."""
-        if not self.requires_grad or not self.placements.defers_reduction:
+        if not self.requires_grad or not self.defers_reduction:
             return 0
         return self._numel(self.placements.gradient) * self.grad_dtype.itemsize
 
@@ -170,6 +181,11 @@ class GroupPlan:
         if not self.partial_grads_nbytes or self.sent_sums_dtype == self.grad_dtype:
             return 0
         return self._numel(self.placements.gradient) * self.sent_sums_dtype.itemsize
+
+    @property
+    def defers_reduction(self) -> bool:
+        """Whether gradients are reduced over some axis only after the last microbatch."""
+        return self.placements.defers_reduction and not self.skips_reduction
 
     @property
     def defers_all_axes(self) -> bool:

@@ -243,6 +243,7 @@ class Delivery:
         # until that is done, and what to call before its weights are used.
         self._updates: dict[int, Event] = {}
         self._before_use: dict[int, Callable[[], None]] = {}
+        self._settle: dict[int, weakref.WeakMethod[Callable[[], None]]] = {}
 
     def claim(self, owner: object, indices: Iterable[int]) -> None:
         """Makes `owner` the only one that updates some parameters' main weights and delivers their
@@ -253,6 +254,22 @@ class Delivery:
         self.synchronize()
         for index in indices:
             self._owners[index] = weakref.ref(owner)
+
+    def settle_by(self, settle: Callable[[], None], first: int = 0) -> None:
+        """Has a method called before main weights are read or written: it undoes updates that are
+        not announced yet. Its object is held weakly.
+
+        Args:
+            first: see `announce`.
+        """
+        self._settle[first] = weakref.WeakMethod(settle)
+
+    def settle(self) -> None:
+        """Undoes updates of main weights that are not announced yet."""
+        for reference in self._settle.values():
+            method = reference()
+            if method is not None:
+                method()
 
     def is_claimed_by(self, owner: object, indices: Iterable[int] | None = None) -> bool:
         """Whether `owner` was the last to claim all of these parameters; default: any of the
@@ -317,7 +334,10 @@ class Delivery:
             raise
 
     def synchronize(self) -> None:
-        """Blocks this thread until the last announced updates are done. Raises their error."""
+        """Blocks this thread until the last announced updates are done, and undoes others. Raises
+        their error.
+        """
+        self.settle()
         for updated in self._updates.values():
             updated.synchronize()
         # Only now, since after a failure the next call must fail too; and not while a gather has

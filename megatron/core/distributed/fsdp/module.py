@@ -176,9 +176,8 @@ class FsdpModule(Fsdp2Methods):
         if self.activity.is_forward or self.activity.awaits_recomputation:
             return
 
-        self._fsdp_calls = weakref.WeakSet(
-            call for call in self._fsdp_calls if not call.has_backward
-        )
+        for call in [call for call in self._fsdp_calls if call.has_backward]:
+            self._fsdp_calls.discard(call)
         self._fsdp_leave_backward()
         self._fsdp_reduce()
 
@@ -274,12 +273,11 @@ class FsdpModule(Fsdp2Methods):
 
         RuntimeError, at rest, if full weights were written to while they were held.
         """
-        self.activity = self.activity.at_rest
+        self._fsdp_set(activity=self.activity.at_rest)
         try:
             self._fsdp_check_unwritten()
         finally:
-            self._fsdp_is_held = self._fsdp_awaits_unit = False
-            self._fsdp_num_methods = 0
+            self._fsdp_set(_fsdp_is_held=False, _fsdp_awaits_unit=False, _fsdp_num_methods=0)
             for group in self.parameter_groups:
                 group.show_sharded()
             if frees:
@@ -391,9 +389,10 @@ class FsdpModule(Fsdp2Methods):
         if self._fsdp_num_methods:
             return None
         if torch.is_grad_enabled():
-            self._fsdp_call = _Call(self.context.num_passes)
-            return self._fsdp_watch_inputs(args, kwargs, self._fsdp_call)
-        self._fsdp_call = None
+            call = _Call(self.context.num_passes)
+            self._fsdp_set(_fsdp_call=call)
+            return self._fsdp_watch_inputs(args, kwargs, call)
+        self._fsdp_set(_fsdp_call=None)
         return None
 
     def _fsdp_forward_activity(self, args: Any, kwargs: Any, is_recomputation: bool) -> Activity:
@@ -418,7 +417,8 @@ class FsdpModule(Fsdp2Methods):
         Args:
             is_last: whether no module of the unit is expected to run right after this one.
         """
-        call, self._fsdp_call = self._fsdp_call, None
+        call = self._fsdp_call
+        self._fsdp_set(_fsdp_call=None)
         outputs = [] if call is None else self._fsdp_watch_outputs(output, call)
         if call is not None and is_backward_running():
             self._fsdp_rest(frees=False)
@@ -515,7 +515,7 @@ class FsdpModule(Fsdp2Methods):
         if not self.is_last_backward:
             self._fsdp_check_not_split()
         self._fsdp_check_unwritten()
-        self._fsdp_is_held = self._fsdp_awaits_unit = False
+        self._fsdp_set(_fsdp_is_held=False, _fsdp_awaits_unit=False)
         self._fsdp_enter(FsdpModule.Activity.BACKWARD)
         self.context.unshard_for_backward(self)
         if self.unshard_in_backward:
@@ -609,7 +609,7 @@ class FsdpModule(Fsdp2Methods):
             if group.gradients is not None and (group.gradients.received or is_first)
         ]
         self.context.reduce(groups, self.requires_gradient_sync)
-        self._fsdp_reduced_backward = self.context.num_backwards
+        self._fsdp_set(_fsdp_reduced_backward=self.context.num_backwards)
 
     def _fsdp_show_full(self) -> None:
         for group in self.parameter_groups:
@@ -622,7 +622,13 @@ class FsdpModule(Fsdp2Methods):
                 f"Expected {type(self).__name__} to come to {activity.value} from another "
                 f"activity, got {self.activity.value}; a sharded module cannot run inside itself."
             )
-        self.activity = activity
+        self._fsdp_set(activity=activity)
+
+    def _fsdp_set(self, **state: Any) -> None:
+        """Sets attributes of this class, a dozen times a step. `nn.Module.__setattr__` would look
+        for parameters, buffers and submodules of these names first.
+        """
+        vars(self).update(state)
 
 
 def attach(

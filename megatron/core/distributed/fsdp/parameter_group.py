@@ -111,9 +111,9 @@ def _carry_out_gathers(gathers: Sequence[Gather]) -> None:
     for group in [gather.group for gather in gathers if gather.is_copied]:
         group.post_optimizer_model_weight.local_buffer.copy_(group.main_weight.local_buffer)
     updated = [gather.group for gather in gathers if gather.is_scattered]
-    carry_out([own.move(own.post_optimizer_model_weight, own.model_weight) for own in updated])
+    carry_out([own.move_updated() for own in updated])
     gathered = [gather.group for gather in gathers if gather.group.is_gathered]
-    carry_out([own.move(own.model_weight, own.unsharded_weight) for own in gathered])
+    carry_out([own.move_gathered() for own in gathered])
 
 
 class FsdpParameterGroup:
@@ -188,6 +188,9 @@ class FsdpParameterGroup:
         self.main_weight, self.model_weight = weights.main, weights.model
         self.post_optimizer_model_weight = weights.post_optimizer_model
         self.unsharded_weight = weights.unsharded
+        # The mesh axes over which they are moved.
+        self._updated_axes = _axes_between(self.post_optimizer_model_weight, self.model_weight)
+        self._gathered_axes = _axes_between(self.model_weight, self.unsharded_weight)
         self.gradients: GroupGradients | None = None
         if plan.requires_grad:
             self.gradients = GroupGradients(plan, mesh, device.torch_device)
@@ -296,6 +299,8 @@ class FsdpParameterGroup:
         if self.is_gathered:
             self.unsharded_weight.reallocate_storage()
         is_copied = is_stale and self.main_weight is not self.post_optimizer_model_weight
+        if is_copied:
+            self.delivery.settle()
         is_scattered = has_changed and self.post_optimizer_model_weight is not self.model_weight
         awaited = self.delivery.events
         after: list[Event] = []
@@ -307,19 +312,24 @@ class FsdpParameterGroup:
                 ready = self._device.event()
             after = [ready, *awaited]
         if is_scattered:
-            axes = _axes_between(self.post_optimizer_model_weight, self.model_weight)
-            self._record(axes, Kind.GATHER)
+            self._record(self._updated_axes, Kind.GATHER)
         if self.is_gathered:
-            self._record(_axes_between(self.model_weight, self.unsharded_weight), Kind.GATHER)
+            self._record(self._gathered_axes, Kind.GATHER)
         return Gather(self, writes, has_changed, is_copied, is_scattered, after)
 
-    def move(self, source: DBuffer, target: DBuffer) -> Move:
-        """The redistribution of weights from one buffer to another, as a lane's work."""
+    def move_updated(self) -> Move:
+        """The redistribution of updated compute weights, as a lane's work."""
+        return self._move(self.post_optimizer_model_weight, self.model_weight, self._updated_axes)
+
+    def move_gathered(self) -> Move:
+        """The redistribution of compute weights for their use, as a lane's work."""
+        return self._move(self.model_weight, self.unsharded_weight, self._gathered_axes)
+
+    def _move(self, source: DBuffer, target: DBuffer, axes: Sequence[int]) -> Move:
 
         def work(label: Label) -> None:
             source.redistribute(target.placements, out=target, label=label)
 
-        axes = _axes_between(source, target)
         group = self.mesh.get_group(axes[0]) if len(axes) == 1 else None
         label = self._label(Kind.GATHER, "weights")
         return Move(work, group, source.local_buffer, source.dtype, label)
@@ -374,8 +384,10 @@ class FsdpParameterGroup:
         parameter.full.requires_grad_(parameter.sharded.requires_grad)
 
     def record_exchange(self, is_backward: bool) -> None:
-        """Records an exchange of tokens, or of their gradients, over the kept axes."""
-        self._record([], Kind.EXCHANGE, int(is_backward))
+        """Records an exchange of tokens, or of their gradients, for a module of this group, on the
+        last axis. Its ranks are consecutive, as are the ranks that exchange.
+        """
+        self._record([len(self.histories) - 1], Kind.EXCHANGE, int(is_backward))
 
     def show_sharded(self) -> None:
         """Puts the sharded parameters into the modules."""

@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Partial, Replicate, Shard
@@ -238,7 +239,7 @@ class Placements:
             (*self.kept_axes, axis),
         )
 
-    @property
+    @cached_property
     def is_kept(self) -> tuple[bool, ...]:
         """For each of `dp_axes` whether it is kept."""
         num_others = len(self.dp_axes) - len(self.kept_axes)

@@ -8,6 +8,7 @@ that windowed attention cuts, and dropout masks of attention.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from megatron.core.transformer.delta_rule import state_nbytes
@@ -40,6 +41,9 @@ class Microbatch:
         device_kind: `Device.kind`. On the CPU torch composes RMSNorm of single operations, and the
             norm keeps two fp32 tensors instead of its input; delta nets keep more states.
         exchanges_tokens: whether tokens travel to experts on other ranks, as many coming as going.
+        context_size: ranks that divide each sequence. What attention and delta nets keep of whole
+            sequences of some heads takes as much as of slices of all heads.
+        gathers_keys: whether attention has the keys and values of all of these ranks instead.
     """
 
     size: int
@@ -47,10 +51,21 @@ class Microbatch:
     itemsize: int
     device_kind: str
     exchanges_tokens: bool = False
+    context_size: int = 1
+    gathers_keys: bool = False
 
     @property
     def num_tokens(self) -> int:
-        return self.size * self.seq_length
+        """The tokens of this rank."""
+        return self.size * self.seq_length // self.context_size
+
+    def num_head_copies(self, num_heads: int) -> int:
+        """How many ranks compute with each of these heads, where they exchange heads."""
+        return math.lcm(num_heads, self.context_size) // num_heads
+
+    def num_key_copies(self, num_heads: int) -> int:
+        """How many ranks compute with each of these key heads of attention."""
+        return self.context_size if self.gathers_keys else self.num_head_copies(num_heads)
 
 
 @dataclass(frozen=True)
@@ -165,6 +180,7 @@ def _attention(spec: AttentionSpec, batch: Microbatch) -> int:
     if spec.has_output_gate:
         # The gates themselves, their sigmoids, and the product.
         elements += 3 * query
+    elements += 2 * key_value * (batch.num_key_copies(spec.num_key_value_heads) - 1)
     nbytes = elements * batch.itemsize
     if spec.qk_norm is not None:
         nbytes += _norm_input(spec.qk_norm, query + key_value, 0, batch)
@@ -176,7 +192,8 @@ def _latent_attention(spec: LatentAttentionSpec, batch: Microbatch) -> int:
     # heads, these padded to the queries' channels, unless a GPU takes both widths; the result in
     # rows.
     latents = (spec.query_rank or 0) + spec.key_value_rank
-    nbytes = (latents + 4 * spec.query_size + spec.value_size) * batch.itemsize
+    copied = (spec.query_size + spec.value_size) * (batch.num_key_copies(spec.num_heads) - 1)
+    nbytes = (latents + 4 * spec.query_size + spec.value_size + copied) * batch.itemsize
     if spec.latent_norm is not None:
         nbytes += _norm_input(spec.latent_norm, latents, batch.itemsize, batch)
     return nbytes
@@ -193,7 +210,7 @@ def _delta_net(spec: GatedDeltaNetSpec, batch: Microbatch) -> int:
 
 def _delta_states(spec: GatedDeltaNetSpec, batch: Microbatch) -> int:
     """Of a microbatch: the states at the beginnings of segments."""
-    heads = batch.size * spec.num_value_heads
+    heads = batch.size * spec.num_value_heads // batch.context_size
     dims = spec.key_head_dim, spec.value_head_dim
     return state_nbytes(batch.seq_length, heads, *dims, batch.device_kind)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import NamedTuple
 
@@ -20,6 +20,7 @@ from megatron.core.transformer.linear_cross_entropy import HeadOptions
 from megatron.core.transformer.norms import build_norm
 from megatron.core.transformer.rotary import RotaryAngles, rotary_angles
 from megatron.core.transformer.router import RouterReport
+from megatron.core.transformer.sequence_slice import SequenceSlice
 from megatron.core.transformer.spec import GatedDeltaNetSpec, Mixer, ModelSpec, RotarySpec
 
 
@@ -67,8 +68,8 @@ class Places:
     """Positions of the tokens of a batch.
 
     Attributes:
-        positions: [batch, seq] int64, or [axes, batch, seq] with `sections`; None: counted in each
-            row.
+        positions: [batch, seq] int64, or [axes, batch, seq] with `sections`; [seq]: of every row;
+            None: counted in each row.
         sections: how many planes of the rotation turn by each axis: see `rotary_angles`.
         documents: documents, of which tokens see only their own; None: each row is one.
     """
@@ -88,17 +89,20 @@ class Places:
         if self.documents is not None:
             self.documents.check(batch, seq_length)
 
+    def cut(self, part: SequenceSlice, tokens: Tensor) -> Places:
+        """The places of the part of tokens [batch, seq] that a rank computes. Documents still
+        describe whole rows.
+        """
+        positions = self.positions
+        if positions is None:
+            positions = torch.arange(tokens.shape[1], device=tokens.device)
+        return replace(self, positions=part.cut(positions))
+
     def angles(self, spec: RotarySpec, hidden: Tensor) -> RotaryAngles:
         """The angles by which layers turn the heads of [batch, seq, hidden]."""
-        batch, seq_length = hidden.shape[:2]
         if self.positions is None:
-            positions, sections = torch.arange(seq_length, device=hidden.device), None
-            if self.documents is not None:
-                positions = positions.expand(batch, -1)
-        else:
-            positions, sections = self.positions, self.sections
-        angles = rotary_angles(spec, positions, sections)
-        return angles if self.documents is None else angles.in_one_row()
+            return rotary_angles(spec, torch.arange(hidden.shape[1], device=hidden.device))
+        return rotary_angles(spec, self.positions, self.sections)
 
 
 IN_ROWS = Places()
@@ -189,7 +193,12 @@ class GPTModel(nn.Module):
     Args:
         config: what `spec`, the description of its layers, is derived from.
         vocab_size: rows of the embedding and of the output projection, padding included.
+
+    Attributes:
+        sequence_slice: the part of each sequence that this rank computes; None: all of it.
     """
+
+    sequence_slice: SequenceSlice | None = None
 
     def __init__(self, config: TransformerConfig, vocab_size: int) -> None:
         super().__init__()
@@ -234,6 +243,10 @@ class GPTModel(nn.Module):
             matrix product less. With `with_routing` a pair: one of these, and the report, None in a
             model without experts.
 
+            With a `sequence_slice`, all of them are of this rank's part. The weighted loss is
+            multiplied by the number of parts, so that its mean over the ranks is the sum over whole
+            sequences, as FSDP's mean of the ranks' gradients expects.
+
         Raises:
             ValueError: tokens are not [batch, seq], labels, weights or positions have another
                 shape, there are weights without labels, documents do not fill the rows, or the
@@ -241,7 +254,22 @@ class GPTModel(nn.Module):
         """
         places = Places(positions, documents=documents)
         targets = self.checked_targets(tokens, labels, loss_weights, places)
+        (tokens,), targets, places = self.cut((tokens,), targets, places)
         return self.decode(self.embedding(tokens), targets, places, with_routing=with_routing)
+
+    def cut(
+        self, inputs: Sequence[Tensor], targets: Targets | None, places: Places
+    ) -> tuple[Sequence[Tensor], Targets | None, Places]:
+        """The part of the inputs, [batch, seq] each, that this rank computes."""
+        part = self.sequence_slice
+        if part is None:
+            return inputs, targets, places
+        if targets is not None:
+            weights = targets.weights
+            targets = Targets(
+                part.cut(targets.labels), None if weights is None else part.cut(weights) * part.size
+            )
+        return [part.cut(tensor) for tensor in inputs], targets, places.cut(part, inputs[0])
 
     def decode(
         self,

@@ -102,6 +102,9 @@ class VisionLanguageModel(nn.Module):
         is_image = tokens.eq(self._image_token)
         # The number of each image token among all of them, without a wait for the device.
         numbers = (is_image.flatten().cumsum(0) - 1).clamp(min=0).view_as(tokens)
+        (tokens, is_image, numbers), targets, places = self.language_model.cut(
+            (tokens, is_image, numbers), targets, places
+        )
         is_image = is_image.unsqueeze(-1)
         hidden = self.language_model.embedding(tokens)
         hidden = torch.where(is_image, features[numbers].to(hidden.dtype), hidden)

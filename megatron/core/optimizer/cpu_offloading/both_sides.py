@@ -89,7 +89,7 @@ class BothSides:
 
     def record_to(self, timeline: AnyTimeline) -> None:
         """Records the lanes' work in a timeline. RuntimeError without `records_timings`."""
-        self.host_side.timings.record_to(timeline)
+        self.host_side.shown_timings.record_to(timeline)
         self._timeline = timeline
 
     # Changes of the groups
@@ -172,7 +172,8 @@ class BothSides:
         on_device = [group for index, group in enumerate(new) if not plan.is_on_host(index)]
         check_on_device(on_device)
         buckets = buckets_of(on_host, self._settings)
-        allocator = HostAllocator(self.device, buckets, self._settings)
+        early_nbytes = self._settings.early_update_bytes - self.host_side.early_nbytes
+        allocator = HostAllocator(self.device, buckets, self._settings, early_nbytes)
         mesh = mesh_of(new)
         check_memory_on_all_ranks(allocator.needs, self._settings.num_local_ranks, mesh)
 

@@ -12,6 +12,7 @@ one by one. A `Slot` is the place of a parameter in the arrays.
 from __future__ import annotations
 
 import math
+import threading
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
@@ -24,10 +25,12 @@ from torch import nn
 from megatron.core.distributed.fsdp.aliases import apart
 from megatron.core.distributed.fsdp.dbuffer import DBuffer
 from megatron.core.distributed.fsdp.parameter_group import FsdpParameterGroup
+from megatron.core.distributed.fsdp.placement import sharded_axes
 from megatron.core.dtensors import local_tensor
 from megatron.core.dtypes import FLOAT_DTYPES
 from megatron.core.lane_timings import D2H, Recorder, StepRecorder
 from megatron.core.lanes import Awaited, Event, IssuingLane, Lane, RelayedEvent
+from megatron.core.optimizer.cpu_offloading.early_updates import EarlyUpdate
 from megatron.core.optimizer.kernels.piece import Piece
 from megatron.core.optimizer.state_tensors import MASTER, TensorWrites, is_rounding, like
 
@@ -84,6 +87,10 @@ class Bucket(ABC):
         is_delivered: whether the device itself waits for weights that have been sent; otherwise
             the sender must.
         is_streamed: whether the device updates the bucket; see streamed_pass.py.
+        is_watched: whether all other readers and writers of its main weights call `settle` first.
+        undo: memory for old values by name, as in `Piece.undo`; empty where the bucket is not
+            updated early.
+        early: an update that is not final yet; see early_updates.py.
         pending: the last update; None before the first step.
         reads: events after which readers on other threads have read states and main weights. The
             next update waits for these.
@@ -91,6 +98,7 @@ class Bucket(ABC):
 
     is_delivered: ClassVar[bool]
     is_streamed = False
+    is_watched = False
 
     main_weight: torch.Tensor
     grad: torch.Tensor
@@ -116,6 +124,9 @@ class Bucket(ABC):
         self.grad_dtype = grad_dtype
         self.weight_dtype = weight_dtype
         self.accepted_grad_dtypes = accepted_grad_dtypes
+        self.undo: dict[str, torch.Tensor] = {}
+        self.early: EarlyUpdate | None = None
+        self._early_lock = threading.Lock()
         self.pending: Pending | None = None
         self.reads: list[Event] = []
 
@@ -139,14 +150,25 @@ class Bucket(ABC):
     def check(self, owner: object) -> None:  # noqa: B027
         """RuntimeError if another optimizer updates the main weights."""
 
-    def fetch_during_backward(self, lane: Lane, timings: Recorder) -> None:  # noqa: B027
-        """Fetches gradients as soon as they are reduced from here on, if the group reports it."""
+    def fetch_during_backward(  # noqa: B027
+        self, lane: Lane, timings: Recorder, begin_early: Callable[[Event], None]
+    ) -> None:
+        """Fetches gradients as soon as they are reduced from here on, if the group reports it.
+
+        Args:
+            begin_early: called with the event after which they are there. It must keep neither the
+                optimizer nor its lanes alive.
+        """
 
     def keep_main_weight(self, stepped: Sequence[Slot]) -> None:  # noqa: B027
         """Before an update: takes over writes of others to the parameters since the last one."""
 
     def main_weight_loaded(self, index: int) -> None:  # noqa: B027
         """A slot's main weight was loaded: it takes precedence over the parameter's value."""
+
+    def is_fetched(self, gradients: Sequence[tuple[Slot, torch.Tensor]]) -> bool:  # noqa: ARG002
+        """Whether the gradients of a step are in `grad` already."""
+        return False
 
     @abstractmethod
     def fetch(self, gradients: Sequence[tuple[Slot, torch.Tensor]]) -> None:
@@ -161,6 +183,28 @@ class Bucket(ABC):
         arrays in host memory; None where these are not flat arrays.
         """
         return None
+
+    def with_undo(self, step: BucketStep) -> list[Piece]:  # noqa: ARG002
+        """The pieces of a step that may be carried out early, with their undo log; else none."""
+        return []
+
+    def take_early(self) -> EarlyUpdate | None:
+        """Hands over the early update for a step; drops it, and returns None, if it has not
+        started.
+        """
+        with self._early_lock:
+            early, self.early = self.early, None
+        return None if early is None or early.drop() else early
+
+    @torch.no_grad()
+    def settle(self) -> None:
+        """Before main weights or states are read or written: restores them, if an early update has
+        changed them.
+        """
+        with self._early_lock:
+            early, self.early = self.early, None
+            if early is not None and not early.drop():
+                early.restore()
 
     def hold_gradients(self, read: Event) -> None:  # noqa: B027
         """Has the device write to the gradients only after they have been read."""
@@ -234,6 +278,9 @@ class FsdpBucket(Bucket):
         self._gradients = gradients
         self._indices = sorted(group.index_of(parameter) for parameter in stepped)
         self._fetched: int | None = None  # main_versions of the gradients in `grad`
+        self._owner: weakref.ref[object] | None = None
+        # A parameter without a shard is read without a call that this project sees.
+        self.is_watched = bool(sharded_axes(group.placements.optimizer))
 
         whole = [self._slot(index) for index in self._indices]
         self._start, numel = 0, group.main_weight.range.numel
@@ -266,18 +313,22 @@ class FsdpBucket(Bucket):
             group.put_main_weight(DBuffer.from_local(flat, group.mesh, placements, group.layout))
             self.main_weight = self._part(self.main_weight)
         group.delivery.claim(owner, self._indices)
+        group.delivery.settle_by(self.settle, self._indices[0])
+        self._owner = weakref.ref(owner)
 
     def reload(self) -> None:
         self._group.mark_updated()
 
     def check(self, owner: object) -> None:
-        if not self._group.delivery.is_claimed_by(owner, self._indices):
+        if not self._is_claimed_by(owner):
             raise RuntimeError(
                 f"Expected to be the one optimizer of parameters of {self.name}, got another one, "
                 "made later, that updates their main weights."
             )
 
-    def fetch_during_backward(self, lane: Lane, timings: Recorder) -> None:
+    def fetch_during_backward(
+        self, lane: Lane, timings: Recorder, begin_early: Callable[[Event], None]
+    ) -> None:
         # The group belongs to the model, and must keep neither the optimizer nor its lanes alive.
         own_bucket, own_lane = weakref.ref(self), weakref.ref(lane)
 
@@ -291,7 +342,12 @@ class FsdpBucket(Bucket):
             is_late = isinstance(lane, IssuingLane)
             fetch = partial(bucket.fetch_early, bucket._main_versions() if is_late else None)
             timed = timings.coming.timed(D2H, fetch, bucket.grad.nbytes, bucket.name)
-            return bucket.queue_fetch(lane, timed, [reduced])
+            # Of an earlier backward, without a step since.
+            if bucket.early is not None and bucket.early.expire():
+                bucket.early = None
+            fetched = bucket.queue_fetch(lane, timed, [reduced])
+            begin_early(fetched)
+            return fetched
 
         self._group.send_main_grad(send_down, self._indices[0])
 
@@ -306,14 +362,11 @@ class FsdpBucket(Bucket):
         self._fetched = self._main_versions() if seen_versions is None else seen_versions
         self.grad.copy_(self._part(self._main_grad.local_buffer), non_blocking=True)
 
+    def is_fetched(self, gradients: Sequence[tuple[Slot, torch.Tensor]]) -> bool:
+        return not self._assigned(gradients) and self._fetched == self._main_versions()
+
     def fetch(self, gradients: Sequence[tuple[Slot, torch.Tensor]]) -> None:
-        indices = self._indices_by_slot()
-        # Gradients that a caller assigned are outside of the group's buffer.
-        others = [
-            (slot, gradient)
-            for slot, gradient in gradients
-            if not self._gradients.is_main(indices[id(slot.parameter)], gradient)
-        ]
+        others = self._assigned(gradients)
         if len(others) < len(gradients) and self._fetched != self._main_versions():
             self.grad.copy_(self._part(self._main_grad.local_buffer), non_blocking=True)
         self._fetched = None
@@ -327,17 +380,13 @@ class FsdpBucket(Bucket):
             )
 
     def on_device(self, step: BucketStep) -> list[Piece] | None:
-        indices = self._indices_by_slot()
-        for slot, gradient in step.gradients:
-            # Gradients that a caller assigned are outside of the group's buffer.
-            if not self._gradients.is_main(indices[id(slot.parameter)], gradient):
-                return None
+        if self._assigned(step.gradients):
+            return None
 
         grad = self._part(self._main_grad.local_buffer)
         weight = self._part(self._group.post_optimizer_model_weight.local_buffer)
         found = []
-        for piece in step.pieces:
-            start = piece.weight.storage_offset() - self.main_weight.storage_offset()
+        for start, piece in self._placed(step.pieces):
             numel = piece.numel
             found.append(
                 piece._replace(
@@ -345,6 +394,17 @@ class FsdpBucket(Bucket):
                 )
             )
         return found
+
+    def with_undo(self, step: BucketStep) -> list[Piece]:
+        owner = None if self._owner is None else self._owner()
+        if not self.undo or not self._is_claimed_by(owner) or self._assigned(step.gradients):
+            return []
+        return [
+            piece._replace(
+                undo={n: kept.narrow(0, start, piece.numel) for n, kept in self.undo.items()}
+            )
+            for start, piece in self._placed(step.pieces)
+        ]
 
     def hold_gradients(self, read: Event) -> None:
         self._group.hold_main_grad(read)
@@ -356,10 +416,25 @@ class FsdpBucket(Bucket):
         updated = Awaited(self.pending.done, timings.awaited(sent).wait)
         self._group.delivery.announce(updated, timings.before_use(sent), self._indices[0])
 
-    def _indices_by_slot(self) -> dict[int, int]:
-        """The index in the group of every parameter that is stepped, by id."""
+    def _is_claimed_by(self, owner: object) -> bool:
+        return self._group.delivery.is_claimed_by(owner, self._indices)
+
+    def _assigned(
+        self, gradients: Sequence[tuple[Slot, torch.Tensor]]
+    ) -> list[tuple[Slot, torch.Tensor]]:
+        """Those that a caller assigned, and that are outside of the group's buffer."""
         pairs = zip(self.slots, self._indices, strict=True)
-        return {id(slot.parameter): index for slot, index in pairs}
+        indices = {id(slot.parameter): index for slot, index in pairs}
+        return [
+            (slot, gradient)
+            for slot, gradient in gradients
+            if not self._gradients.is_main(indices[id(slot.parameter)], gradient)
+        ]
+
+    def _placed(self, pieces: Sequence[Piece]) -> list[tuple[int, Piece]]:
+        """Pieces with their offsets in the bucket's arrays, in elements."""
+        begin = self.main_weight.storage_offset()
+        return [(int(piece.weight.storage_offset() - begin), piece) for piece in pieces]
 
     def _main_versions(self) -> int:
         """Counts the writes to the group's gradients."""

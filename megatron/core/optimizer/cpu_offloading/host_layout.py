@@ -1,16 +1,18 @@
 """`HostLayout`: the host memory of all buckets, exact to the byte, from shapes alone.
 
-Four slabs, pinned where they are copied from and to the device:
+Five slabs, pinned where they are copied from and to the device:
 
     gradients         pinned with `pins_grads`    copied down
     compute weights   pinned with `pins_params`   copied up; none where gradients make room
     main weights      pinned with `pins_states`   a model keeps them when its optimizer is deleted
     states            pinned with `pins_states`   states of a rule, and widened gradients
+    undo log          never pinned                old main weights and states of early updates
 
 New compute weights are written over the gradients that they came from, where both have one dtype
-and are pinned alike. Main weights that are in host memory already stay where they are.
-`HostAllocator` makes the slabs; a plan made before there are weights only needs their sizes.
-Pinning takes seconds per GiB, and pinned memory can neither be moved nor swapped out.
+and are pinned alike, but not in buckets that may be updated early, whose gradients may be needed
+again. Main weights that are in host memory already stay where they are. `HostAllocator` makes the
+slabs; a plan made before there are weights only needs their sizes. Pinning takes seconds per GiB,
+and pinned memory can neither be moved nor swapped out.
 """
 
 from __future__ import annotations
@@ -25,6 +27,8 @@ from megatron.core.host_memory import HostNeed, HostSlab, SlabBuilder
 from megatron.core.optimizer.cpu_offloading.bucket import Bucket
 from megatron.core.optimizer.cpu_offloading.hybrid_settings import HybridSettings
 
+UNDO = "undo log"
+
 
 class BucketShape(NamedTuple):
     """A bucket's arrays, without memory.
@@ -34,6 +38,7 @@ class BucketShape(NamedTuple):
         main_dtype, grad_dtype, weight_dtype: of the arrays.
         has_main: whether its main weights are in host memory already, in as many elements.
         main_numel: elements of the array of main weights otherwise; None: as of the others.
+        is_watched: see `Bucket`: only then it may be updated early.
     """
 
     numel: int
@@ -42,6 +47,7 @@ class BucketShape(NamedTuple):
     weight_dtype: torch.dtype
     has_main: bool
     main_numel: int | None = None
+    is_watched: bool = False
 
 
 class HostRules(NamedTuple):
@@ -51,6 +57,7 @@ class HostRules(NamedTuple):
         state_dtypes: dtypes of the rule's states, by name; None for other optimizers, which
             allocate their states themselves.
         pins_memory: whether the device pins host memory at all.
+        early_nbytes: bytes that early updates may take in addition.
     """
 
     state_dtypes: Mapping[str, torch.dtype] | None
@@ -58,6 +65,7 @@ class HostRules(NamedTuple):
     pins_params: bool
     pins_states: bool
     pins_memory: bool
+    early_nbytes: int = 0
 
 
 class SlabRange(NamedTuple):
@@ -76,6 +84,8 @@ class HostLayout:
         pins: whether the slab of a purpose is to be pinned.
         builders: the slabs' sizes, by purpose.
         arrays: their ranges, by the number of the bucket and the kind of array.
+        early: the numbers of the buckets that may be updated early, and have an undo log.
+        early_nbytes: bytes that they take in addition.
         widest: the number of the bucket whose gradients take the most memory once they are
             widened; None if none are.
         needs: allocations to make.
@@ -90,11 +100,13 @@ class HostLayout:
             "compute weights": rules.pins_params,
             "main weights": rules.pins_states,
             "states": rules.pins_states,
+            UNDO: False,
         }
         self.builders = {purpose: SlabBuilder() for purpose in self.pins}
         self.arrays: dict[tuple[int, str], SlabRange] = {}
         self.widest: int | None = None
         self.needs: list[HostNeed] = []
+        self.early, self.early_nbytes = self._choose_early()
 
         numbered = list(enumerate(buckets))
         mains = [
@@ -111,6 +123,8 @@ class HostLayout:
             self._add_widened()
         apart = [(i, b.numel, b.weight_dtype) for i, b in numbered if not self.shares(i)]
         self._add("compute weights", "compute weights", apart)
+        logs = [(i, self._undo_nbytes(buckets[i]), torch.uint8) for i in sorted(self.early)]
+        self._add(UNDO, UNDO, logs)
 
     @property
     def nbytes_by_state(self) -> dict[str, int]:
@@ -125,8 +139,27 @@ class HostLayout:
 
     def shares(self, index: int) -> bool:
         """Whether a bucket's new compute weights are written over its gradients."""
-        bucket, rules = self._buckets[index], self._rules
+        return index not in self.early and self._may_share(self._buckets[index])
+
+    def _may_share(self, bucket: BucketShape) -> bool:
+        rules = self._rules
         return bucket.grad_dtype == bucket.weight_dtype and rules.pins_grads == rules.pins_params
+
+    def _choose_early(self) -> tuple[frozenset[int], int]:
+        """The last buckets of the network, whose gradients come first, as far as memory reaches."""
+        chosen, taken = set(), 0
+        for index, bucket in reversed([*enumerate(self._buckets)]):
+            cost = self._undo_nbytes(bucket)
+            if self._may_share(bucket):
+                cost += bucket.numel * bucket.weight_dtype.itemsize
+            if bucket.is_watched and 0 < cost <= self._rules.early_nbytes - taken:
+                taken += cost
+                chosen.add(index)
+        return frozenset(chosen), taken
+
+    def _undo_nbytes(self, bucket: BucketShape) -> int:
+        dtypes = [bucket.main_dtype, *(self._rules.state_dtypes or {}).values()]
+        return arranged([(bucket.numel, dtype) for dtype in dtypes]).nbytes
 
     def _add_widened(self) -> None:
         # Other optimizers take gradients in the main weights' dtype only. Buckets are updated one
@@ -154,6 +187,20 @@ class HostLayout:
             self.needs.append(HostNeed(what, added, is_pinned))
 
 
+class Arranged(NamedTuple):
+    """Arrays in one piece of memory: the offset of each, in bytes, and the bytes of all."""
+
+    offsets: list[int]
+    nbytes: int
+
+
+def arranged(arrays: Iterable[tuple[int, torch.dtype]]) -> Arranged:
+    """Puts arrays, by elements and dtype, one after the other."""
+    builder = SlabBuilder()
+    offsets = [builder.add(numel, dtype) for numel, dtype in arrays]
+    return Arranged(offsets, builder.nbytes)
+
+
 class HostAllocator:
     """Allocates the arrays of the host's buckets.
 
@@ -163,8 +210,18 @@ class HostAllocator:
             on the host before; the alignment of an array counts with it.
     """
 
-    def __init__(self, device: Device, buckets: Sequence[Bucket], settings: HybridSettings) -> None:
-        """Adds the needs of every bucket, one kind of array after the other."""
+    def __init__(
+        self,
+        device: Device,
+        buckets: Sequence[Bucket],
+        settings: HybridSettings,
+        early_nbytes: int = 0,
+    ) -> None:
+        """Adds the needs of every bucket, one kind of array after the other.
+
+        Args:
+            early_nbytes: bytes that early updates may take in addition.
+        """
         self._device = device
         self._slabs: dict[str, HostSlab] = {}
         self._numbers = {id(bucket): number for number, bucket in enumerate(buckets)}
@@ -179,6 +236,7 @@ class HostAllocator:
                 bucket.weight_dtype,
                 has_main=id(bucket) in self._own,
                 main_numel=bucket.main_numel,
+                is_watched=bucket.is_watched,
             )
             for bucket in buckets
         ]
@@ -188,8 +246,10 @@ class HostAllocator:
                 None if settings.host.rule is None else settings.host.rule.state_dtypes,
                 settings.pins_grads,
                 settings.pins_params,
-                settings.pins_states,
+                # States of other buckets never travel.
+                settings.pins_states and any(bucket.is_delivered for bucket in buckets),
                 device.pins_host_memory,
+                early_nbytes,
             ),
         )
         self.needs: list[HostNeed] = self._layout.needs
@@ -199,6 +259,11 @@ class HostAllocator:
     def nbytes(self) -> int:
         """Bytes of the buckets' host memory, with main weights that were on the host before."""
         return sum(self.nbytes_by_state.values())
+
+    @property
+    def early_nbytes(self) -> int:
+        """Bytes that early updates take."""
+        return self._layout.early_nbytes
 
     def allocate(self) -> None:
         """Makes the slabs, which are zero.
@@ -229,6 +294,20 @@ class HostAllocator:
         """The memory of a rule's states."""
         number = self._numbers[id(bucket)]
         return {name: self._array(number, name) for name in names}
+
+    def undo(self, bucket: Bucket, states: Mapping[str, torch.dtype]) -> dict[str, torch.Tensor]:
+        """The undo log of a bucket that may be updated early: an array like its main weights, and
+        one like each state. Empty for others.
+        """
+        number = self._numbers[id(bucket)]
+        if number not in self._layout.early:
+            return {}
+        memory, dtypes = self._array(number, UNDO), {"weight": bucket.main_dtype, **states}
+        offsets = arranged([(bucket.numel, dtype) for dtype in dtypes.values()]).offsets
+        return {
+            name: memory.narrow(0, offset, bucket.numel * dtype.itemsize).view(dtype)
+            for (name, dtype), offset in zip(dtypes.items(), offsets, strict=True)
+        }
 
     def widened(self) -> torch.Tensor | None:
         """Memory for the gradients of any one bucket in the dtype of its main weights, where they

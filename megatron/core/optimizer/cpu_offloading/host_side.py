@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
@@ -26,6 +28,7 @@ from megatron.core.lane_timings import (
 from megatron.core.lanes import Event, InlineLane, IssuingLane, Lane, is_lane_thread, relay
 from megatron.core.local_ranks import local_world_size
 from megatron.core.optimizer.cpu_offloading.bucket import Bucket, BucketStep, Pending
+from megatron.core.optimizer.cpu_offloading.early_updates import EarlyUpdate, EarlyUpdates
 from megatron.core.optimizer.cpu_offloading.executors import (
     Executor,
     Options,
@@ -45,7 +48,7 @@ from megatron.core.optimizer.kernels.host_threads import host_threads
 from megatron.core.optimizer.kernels.piece import HostKernel, Kernel, Piece
 from megatron.core.optimizer.rules import UpdateRule
 from megatron.core.optimizer.state_units import StateUnit
-from megatron.core.optimizer.step_inputs import IDENTITIES
+from megatron.core.optimizer.step_inputs import IDENTITIES, gradient_of
 
 logger = logging.getLogger(__name__)
 
@@ -81,8 +84,10 @@ class HostSide:
         executors: one for each bucket, in the order of forward.
         rule: the rule that they carry out; None for an optimizer of torch's.
         lanes: on which they work.
-        timings: what records how long.
+        timings: the recorder of their times.
+        shown_timings: the same recorder with `records_timings`; otherwise one without effect.
         nbytes_by_state: bytes of host memory by purpose.
+        early_nbytes: those of them that early updates need.
     """
 
     def __init__(self, device: Device, settings: HybridSettings) -> None:
@@ -92,13 +97,18 @@ class HostSide:
         self._chooser = SplitChooser() if settings.update_on_device is None else None
         if settings.records_timings or self._chooser is not None:
             self.timings = TimingRecorder(device, has_lanes=settings.overlap.has_lanes)
+        self.shown_timings = self.timings if settings.records_timings else NoTimings()
         self.executors: list[Executor] = []
         self.nbytes_by_state: dict[str, int] = {}
+        self.early_nbytes = 0
         self._device = device
         self._settings = settings
         self._kernel: HostKernel | None = None
         self._places: dict[int, tuple[Executor, int]] = {}
         self._streamed: StreamedPass | None = None
+        self._early: EarlyUpdates | None = None
+        # Each parameter's group, as of the last step that was planned.
+        self._options: Mapping[nn.Parameter, Options] = {}
         self._mesh: DeviceMesh | None = None
 
     def add(
@@ -118,6 +128,8 @@ class HostSide:
         """
         if self.rule is not None and buckets and self._kernel is None:
             self._kernel = _host_kernel(self.rule, self._device, self._settings)
+            if self._settings.early_update_bytes:
+                self._early = EarlyUpdates(self.lanes.start, self.lanes.host, self._kernel)
         allocator.allocate()
         added = []
         for bucket in buckets:
@@ -125,20 +137,30 @@ class HostSide:
             bucket.adopt(owner)
             added.append(self._executor(bucket, allocator))
             if self._settings.overlap.in_backward:
-                bucket.fetch_during_backward(self.lanes.d2h, self.timings)
+                begin_early = partial(_begin_early, weakref.ref(self), weakref.ref(added[-1]))
+                bucket.fetch_during_backward(self.lanes.d2h, self.timings, begin_early)
         # `adopt` only started the copies from the device.
         self._device.event().synchronize()
 
         self.executors += added
         self._mesh = self._mesh or mesh
-        if self._settings.update_on_device != 0:
+        if self._may_stream:
             self._make_streamed()
         self._split()
+        self.early_nbytes += allocator.early_nbytes
         for name, nbytes in allocator.nbytes_by_state.items():
             self.nbytes_by_state[name] = self.nbytes_by_state.get(name, 0) + nbytes
         for executor in added:
             for index, slot in enumerate(executor.bucket.slots):
                 self._places[id(slot.parameter)] = (executor, index)
+
+    @property
+    def _may_stream(self) -> bool:
+        """Whether the device may update a bucket from here on."""
+        chooser = self._chooser
+        if chooser is not None and chooser.is_done:
+            return chooser.fraction != 0
+        return self._settings.update_on_device != 0
 
     def _split(self) -> None:
         """Chooses the buckets that the device updates from the next backward on."""
@@ -184,6 +206,7 @@ class HostSide:
         rule, kernel, updater = self.rule, self._kernel, self._settings.host
         if rule is not None and kernel is not None:
             states = allocator.states(bucket, rule.state_dtypes)
+            bucket.undo = allocator.undo(bucket, rule.state_dtypes)
             return RuleExecutor(bucket, states, rule, kernel)
         return TorchExecutor(bucket, updater.cls, updater.options, allocator.widened())
 
@@ -204,16 +227,43 @@ class HostSide:
         options: Mapping[nn.Parameter, Options],
     ) -> list[BucketStep]:
         """Plans the buckets that have a gradient. Both mappings hold all parameters."""
-        planned = []
-        for executor in self.executors:
-            stepped = [
-                Stepped(index, slot, gradient, options[slot.parameter])
-                for index, slot in enumerate(executor.bucket.slots)
-                if (gradient := gradients.get(slot.parameter)) is not None
-            ]
-            if stepped:
-                planned.append(executor.prepare(stepped))
-        return planned
+        self._options = options
+        planned = [self._plan(executor, gradients) for executor in self.executors]
+        return [step for step in planned if step is not None]
+
+    def _plan(
+        self, executor: Executor, gradients: Mapping[nn.Parameter, torch.Tensor | None]
+    ) -> BucketStep | None:
+        stepped = [
+            Stepped(index, slot, gradient, self._options[slot.parameter])
+            for index, slot in enumerate(executor.bucket.slots)
+            if (gradient := gradients.get(slot.parameter)) is not None
+        ]
+        return executor.prepare(stepped) if stepped else None
+
+    def expect_grad_scale(self, grad_scale: float) -> None:
+        """Sets the factor of the gradients with which early updates begin."""
+        if self._early is not None:
+            self._early.grad_scale = grad_scale
+
+    def begin_early(self, executor: Executor, fetched: Event) -> None:
+        """Queues the early update of a bucket whose gradients are on their way down, if that is
+        possible and worth while.
+        """
+        bucket, early = executor.bucket, self._early
+        is_measuring = self._chooser is not None and not self._chooser.is_done
+        if early is None or early.is_paused or is_measuring or not bucket.undo or bucket.early:
+            return
+
+        gradients = {slot.parameter: gradient_of(slot.parameter, False) for slot in bucket.slots}
+        try:
+            step = self._plan(executor, gradients)
+        except (KeyError, ValueError):
+            return  # no options yet, in the first step, or wrong ones: `step` will raise
+        pieces = None if step is None else bucket.with_undo(step)
+        if pieces:
+            after = [fetched, *bucket.reads, *bucket.updates()]
+            bucket.early = early.queue(pieces, after, self.timings.coming, bucket.name)
 
     def step(self, planned: Sequence[BucketStep], grad_scale: float, now: Event) -> None:
         """Queues the planned steps, and waits for as much of them as the caller needs.
@@ -229,6 +279,8 @@ class HostSide:
                 fetched.append(self._begin(step, grad_scale, now, timings))
             else:
                 self._begin_streamed(step, pieces, grad_scale, now, timings)
+        if self._early is not None:
+            self._early.step_ended(grad_scale)
 
         # The caller may write to gradients again once they have been read.
         with timings.waiting(D2H):
@@ -247,6 +299,9 @@ class HostSide:
         if chooser is not None and not chooser.is_done and isinstance(timings, StepTimings):
             chooser.step_ended(timings, self._streamed_share(), self.synchronize, self._mesh)
             self._split()
+            if not self._may_stream and self._streamed is not None:
+                self._streamed.close()
+                self._streamed = None
 
     def _begin(
         self, step: BucketStep, grad_scale: float, now: Event, timings: StepRecorder
@@ -254,10 +309,27 @@ class HostSide:
         """Queues a bucket's step. Returns the event after which its gradients have been read."""
         bucket, h2d = step.bucket, self.lanes.h2d
         slots = [slot for slot, _ in step.gradients]
+        early = bucket.take_early()
+        is_final = early is not None and early.is_final(step.pieces, grad_scale)
 
         def fetch() -> None:
             bucket.keep_main_weight(slots)
+            if early is not None and not bucket.is_fetched(step.gradients):
+                early.expire()
             bucket.fetch(step.gradients)
+
+        def update_again(early: EarlyUpdate) -> None:
+            early.restore()
+            step.start(grad_scale)()
+
+        def start_pass() -> None:
+            if early is None:
+                started.append(step.start(grad_scale))
+            elif early.is_final(step.pieces, grad_scale):
+                timings.count_early(step.nbytes)
+                started.append(lambda: None)
+            else:
+                started.append(partial(update_again, early))
 
         step.begin()
         reads = bucket.take_reads()
@@ -270,7 +342,8 @@ class HostSide:
         fetch_timed = timings.timed(D2H, fetch, nbytes, bucket.name)
         fetched = bucket.queue_fetch(self.lanes.d2h, fetch_timed, before_fetch)
         started: list[Callable[[], None]] = []
-        work = timings.timed(HOST, lambda: started.pop()(), step.nbytes, bucket.name)
+        nbytes = 0 if is_final else step.nbytes
+        work = timings.timed(HOST, lambda: started.pop()(), nbytes, bucket.name)
         send = timings.timed(H2D, partial(bucket.send, slots), bucket.weight.nbytes, bucket.name)
 
         def update() -> Event:
@@ -278,10 +351,7 @@ class HostSide:
             # Only after the backward, which has used the weights that are now written over.
             return h2d.enqueue(send, after=[now])
 
-        start = self.lanes.start.enqueue(
-            lambda: started.append(step.start(grad_scale)),
-            after=[fetched, *reads, *bucket.updates()],
-        )
+        start = self.lanes.start.enqueue(start_pass, after=[fetched, *reads, *bucket.updates()])
         sent = relay(self.lanes.host, update, after=[start])
         # Where the device waits for its weights, parameters are the main weights themselves.
         bucket.pending = Pending(sent.first if bucket.is_delivered else sent, sent, sent)
@@ -299,6 +369,7 @@ class HostSide:
         """Queues a bucket's step on the device."""
         bucket, streamed = step.bucket, self._streamed
         assert streamed is not None, "made with the first streamed bucket"
+        bucket.settle()
         step.begin()
         free = [*bucket.take_reads(), *bucket.updates()]
         bucket.pending = streamed.queue(pieces, grad_scale, now, free, timings, bucket.name)
@@ -308,8 +379,9 @@ class HostSide:
     # Waiting
 
     def synchronize(self) -> None:
-        """Waits until all updates have ended. Raises what failed there."""
+        """Waits until all updates have ended, and undoes early ones. Raises what failed there."""
         for bucket in self.buckets:
+            bucket.settle()
             if bucket.pending is not None:
                 bucket.pending.done.synchronize()
 
@@ -342,6 +414,10 @@ class HostSide:
             lane.close()
         if self._streamed is not None:
             self._streamed.close()
+        for bucket in self.buckets:
+            # The model keeps the main weights. Updates that failed are nobody's any more.
+            with contextlib.suppress(Exception):
+                bucket.settle()
         self.executors, self._places, self.nbytes_by_state = [], {}, {}
 
     # States
@@ -387,6 +463,8 @@ class HostSide:
     def state_units(self, owner: torch.optim.Optimizer) -> list[StateUnit]:
         """Each bucket, as what may be read while others are being updated."""
         self._wait_for_counts()
+        for bucket in self.buckets:
+            bucket.settle()
         return [executor.state_unit(owner) for executor in self.executors]
 
     @property
@@ -407,6 +485,15 @@ class HostSide:
         # A rule's executor counts a step when it is queued, other optimizers as they update.
         if self.rule is None:
             self.synchronize()
+
+
+def _begin_early(
+    side: Callable[[], HostSide | None], executor: Callable[[], Executor | None], fetched: Event
+) -> None:
+    """`HostSide.begin_early` of objects that are held weakly."""
+    own, its = side(), executor()
+    if own is not None and its is not None:
+        own.begin_early(its, fetched)
 
 
 def _host_kernel(rule: UpdateRule, device: Device, settings: HybridSettings) -> HostKernel:

@@ -107,6 +107,11 @@ class HybridDeviceOptimizer(PlanningOptimizer):
             do and the link more. None: the share that is the fastest in the first nine steps, in
             which all ranks step together. No bit changes. Needs overlapping lanes and a rule on
             both sides.
+        early_update_bytes: additional host memory with which sharded FSDP groups are updated
+            before `step`, as soon as their gradients have come down, from the last group on. `step`
+            makes the updates final if its `grad_scale` is the expected one, 1 unless
+            `expect_grad_scale` was called, and otherwise repeats them; see early_updates.py. No bit
+            changes. 0: none. Needs `fetch_during_backward`, and AdamW or another elementwise rule.
         kwargs: options of the rule or the optimizer classes: lr, betas, weight_decay. Classes other
             than AdamW allocate their states outside the slabs, and these are not counted.
 
@@ -145,6 +150,7 @@ class HybridDeviceOptimizer(PlanningOptimizer):
         offload_first: Iterable[nn.Parameter] = (),
         rule: UpdateRule | None = None,
         update_on_device: float | None = 0.0,
+        early_update_bytes: int = 0,
         **kwargs: Any,
     ) -> None:
         overlaps = (overlap_cpu_optimizer_d2h_h2d, fetch_during_backward, overlap_step_with_forward)
@@ -167,6 +173,7 @@ class HybridDeviceOptimizer(PlanningOptimizer):
             num_local_ranks=num_local_ranks,
             records_timings=records_timings,
             update_on_device=update_on_device,
+            early_update_bytes=early_update_bytes,
         )
         settings.check()
         super().__init__(params, settings.common_defaults())
@@ -274,6 +281,9 @@ class HybridDeviceOptimizer(PlanningOptimizer):
         self._sides.host_side.step(planned.on_host, grad_scale, now)
         return loss
 
+    def expect_grad_scale(self, grad_scale: float) -> None:
+        self._sides.host_side.expect_grad_scale(grad_scale)
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears the gradients that `step` reads: to None, or in place to zero."""
         if not set_to_none:
@@ -281,7 +291,10 @@ class HybridDeviceOptimizer(PlanningOptimizer):
         clear_gradients(self._parameters(), self.use_decoupled_grad, set_to_none)
 
     def synchronize(self) -> None:
-        """Waits until all updates have ended and their weights are up. Raises what failed there."""
+        """Waits until all updates have ended and their weights are up. Raises what failed there.
+
+        Between backward and `step`, early updates are undone.
+        """
         self._sides.host_side.synchronize()
 
     def state_units(self) -> list[StateUnit]:
@@ -300,7 +313,7 @@ class HybridDeviceOptimizer(PlanningOptimizer):
         With `overlap_step_with_forward` the last step is not among them: the forward still waits
         for it.
         """
-        return self._sides.host_side.timings.collect()
+        return self._sides.host_side.shown_timings.collect()
 
     def reload_parameters(self) -> None:
         """Takes over the parameters' values, after a write that no version counter shows.

@@ -11,7 +11,7 @@ from torch import nn
 
 from megatron.core.optimizer.config import Overlap
 from megatron.core.optimizer.fused_adam import FusedAdam
-from megatron.core.optimizer.rules import IMPLEMENTATIONS, Adam, UpdateRule
+from megatron.core.optimizer.rules import IMPLEMENTATIONS, Adam, ElementwiseRule, UpdateRule
 
 # The options of FusedAdam and torch.optim.AdamW that the rule supports.
 _ADAM_OPTIONS = ("lr", "betas", "eps", "weight_decay", "bias_correction", "adam_w_mode")
@@ -138,6 +138,7 @@ class HybridSettings(NamedTuple):
     num_local_ranks: int | None
     records_timings: bool
     update_on_device: float | None
+    early_update_bytes: int
 
     @property
     def pins_states(self) -> bool:
@@ -163,6 +164,17 @@ class HybridSettings(NamedTuple):
                 "Expected a rule on both sides and overlap_cpu_optimizer_d2h_h2d with "
                 f"update_on_device={fraction}, got {self.host.name} and {self.device.name}, "
                 f"{'with' if self.overlap.has_lanes else 'without'} overlap."
+            )
+        # Other rules' kernels keep no old values.
+        can_undo = isinstance(self.host.rule, (Adam, ElementwiseRule))
+        if self.early_update_bytes < 0 or (
+            self.early_update_bytes
+            and not (can_undo and self.overlap.in_backward and not self.use_decoupled_grad)
+        ):
+            raise ValueError(
+                "Expected an elementwise rule on the host, fetch_during_backward, and gradients in "
+                f".grad with early_update_bytes={self.early_update_bytes}, got {self.host.name}, "
+                f"{self.overlap}, use_decoupled_grad={self.use_decoupled_grad}."
             )
         if self.use_decoupled_grad and len(rules) < 2:
             raise NotImplementedError(

@@ -81,6 +81,7 @@ def run(pieces: Iterable[Piece], grad_scale: float) -> None:
     for piece in pieces:
         piece.check()
         if piece.numel:
+            piece.keep_old()
             _launch(piece, grad_scale)
 
 

@@ -49,8 +49,12 @@ struct Arrays {
   void* exp_avg_sq;
   void* remainder;  // beside a weight of kSplit only
   void* out;
+  void* undo_weight;  // old values are copied there, and to the next two; null: they are not kept
+  void* undo_exp_avg;
+  void* undo_exp_avg_sq;
   Type grad_type, weight_type, moment_type, out_type;
-  int32_t stream;  // set here: whether `out` is written past the caches
+  int32_t stream;        // set here: whether `out` is written past the caches
+  int32_t streams_undo;  // the same of old values
 
   inline __attribute__((always_inline)) void advance(int64_t numel);
 };
@@ -91,6 +95,10 @@ void Arrays::advance(int64_t numel) {
   exp_avg_sq = static_cast<char*>(exp_avg_sq) + numel * size_of(moment_type);
   remainder = static_cast<char*>(remainder) + (weight_type == kSplit ? numel * 2 : 0);
   out = static_cast<char*>(out) + numel * size_of(out_type);
+  if (undo_weight == nullptr) return;
+  undo_weight = static_cast<char*>(undo_weight) + numel * size_of(weight_type);
+  undo_exp_avg = static_cast<char*>(undo_exp_avg) + numel * size_of(moment_type);
+  undo_exp_avg_sq = static_cast<char*>(undo_exp_avg_sq) + numel * size_of(moment_type);
 }
 
 // Elements, of `numel`, up to where a cache line begins in `out`, or in the weights where there is none.
@@ -103,6 +111,13 @@ inline __attribute__((always_inline)) int64_t elements_before_line(const Arrays&
 // Whether to write `out` past the caches: not where it lies over the gradient, whose lines are in the caches already.
 inline __attribute__((always_inline)) bool streams(const Arrays& a) {
   return a.out != a.grad && size_of(a.out_type) == 2 && reinterpret_cast<uintptr_t>(a.out) % 64 == 0;
+}
+
+// Whether to write old values past the caches: nobody reads them, unless the step is undone.
+inline __attribute__((always_inline)) bool streams_undo(const Arrays& a) {
+  const uintptr_t all = reinterpret_cast<uintptr_t>(a.undo_weight) | reinterpret_cast<uintptr_t>(a.undo_exp_avg) |
+                        reinterpret_cast<uintptr_t>(a.undo_exp_avg_sq);
+  return all % 64 == 0;
 }
 
 // The product of two floats is exact in fp64. Its sum with the third, rounded to the nearest double and then to float,
@@ -398,7 +413,7 @@ struct HostAdamTicket {
 extern "C" {
 
 // What host_adam.py expects; raised whenever a struct or a signature changes.
-int32_t host_adam_version() { return 1; }
+int32_t host_adam_version() { return 2; }
 
 int32_t host_adam_has_body(int32_t body) { return has_body(body); }
 

@@ -34,7 +34,7 @@ from megatron.core.optimizer.kernels.piece import Piece
 LIBRARY = Path(__file__).with_name("libhost_adam.so")
 logger = logging.getLogger(__name__)
 
-_VERSION = 1  # of the library's structs and signatures
+_VERSION = 2  # of the library's structs and signatures
 _BODIES = {"avx512": 2, "avx2": 1, "baseline": 0}  # the fastest first
 _TYPES: dict[torch.dtype | None, int] = {
     None: 0,
@@ -56,11 +56,15 @@ class _Arrays(ctypes.Structure):
         ("exp_avg_sq", ctypes.c_void_p),
         ("remainder", ctypes.c_void_p),
         ("out", ctypes.c_void_p),
+        ("undo_weight", ctypes.c_void_p),
+        ("undo_exp_avg", ctypes.c_void_p),
+        ("undo_exp_avg_sq", ctypes.c_void_p),
         ("grad_type", ctypes.c_int32),
         ("weight_type", ctypes.c_int32),
         ("moment_type", ctypes.c_int32),
         ("out_type", ctypes.c_int32),
         ("stream", ctypes.c_int32),
+        ("streams_undo", ctypes.c_int32),
     )
 
 
@@ -187,9 +191,10 @@ class HostAdam:
             if piece.weight.device.type != "cpu":
                 raise ValueError(f"Expected tensors on the CPU, got {piece.weight.device}.")
 
-        # A loss that is not finite reaches nearly every gradient: one element is a free check.
-        first = pieces[0].grad.view(-1)[:1] if pieces and not touch else torch.ones(1)
-        if not first.isfinite().all():
+        # A loss that is not finite reaches nearly every gradient: one element is a free check. What
+        # can be undone may have been started before it was known.
+        is_final = bool(pieces) and not touch and pieces[0].undo is None
+        if is_final and not pieces[0].grad.view(-1)[:1].isfinite().all():
             _warn_of_non_finite()
         library = self._usable_library()
         if library is None:
@@ -363,6 +368,7 @@ def _running_on(cores: Collection[int] | None) -> Iterator[None]:
 def _described(piece: Piece, grad_scale: float) -> _Piece:
     remainder, out = piece.remainder, piece.out
     exp_avg, exp_avg_sq = piece.states["exp_avg"], piece.states["exp_avg_sq"]
+    undo = {} if piece.undo is None else {n: kept.data_ptr() for n, kept in piece.undo.items()}
     arrays = _Arrays(
         piece.grad.data_ptr(),
         piece.weight.data_ptr(),
@@ -370,6 +376,9 @@ def _described(piece: Piece, grad_scale: float) -> _Piece:
         exp_avg_sq.data_ptr(),
         None if remainder is None else remainder.data_ptr(),
         None if out is None else out.data_ptr(),
+        undo.get("weight"),
+        undo.get("exp_avg"),
+        undo.get("exp_avg_sq"),
         _TYPES[piece.grad.dtype],
         _TYPES[piece.weight.dtype] if remainder is None else _SPLIT,
         _TYPES[exp_avg.dtype],

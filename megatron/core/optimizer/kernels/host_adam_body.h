@@ -149,6 +149,26 @@ INLINE void adam_tile(const Scalars& s, const Arrays& a) {
   store_out(p, a, W);
 }
 
+// A tile of old values, bit by bit.
+template <Type T>
+INLINE void keep(const void* from, void* to, bool stream) {
+  using Value = typename Raw<T>::type;
+  alignas(64) Value tile[kTile];
+  for (int k = 0; k < kTile; ++k) tile[k] = static_cast<const Value*>(from)[k];
+  if (stream) {
+    for (int k = 0; k < kTile; k += 64 / sizeof(Value)) STREAM(static_cast<Value*>(to) + k, tile + k);
+  } else {
+    for (int k = 0; k < kTile; ++k) static_cast<Value*>(to)[k] = tile[k];
+  }
+}
+
+template <Type W, Type M>
+INLINE void keep_tile(const Arrays& a) {
+  keep<W>(a.weight, a.undo_weight, a.streams_undo);
+  keep<M>(a.exp_avg, a.undo_exp_avg, a.streams_undo);
+  keep<M>(a.exp_avg_sq, a.undo_exp_avg_sq, a.streams_undo);
+}
+
 INLINE void prefetch(const void* array, int64_t size) {
   const char* ahead = static_cast<const char*>(array) + kPrefetch * size;
   for (int64_t byte = 0; byte < kTile * size; byte += 64) __builtin_prefetch(ahead + byte, 1);
@@ -168,7 +188,13 @@ struct Padded {
   alignas(64) unsigned char grad[kTile * 4], weight[kTile * 4], exp_avg[kTile * 4], exp_avg_sq[kTile * 4];
   alignas(64) unsigned char remainder[kTile * 2], out[kTile * 4];
 
+  // Old values are kept here: the copy has none.
   TARGET Arrays fill(const Arrays& from, int64_t numel) {
+    if (from.undo_weight != nullptr) {
+      __builtin_memcpy(from.undo_weight, from.weight, numel * size_of(from.weight_type));
+      __builtin_memcpy(from.undo_exp_avg, from.exp_avg, numel * size_of(from.moment_type));
+      __builtin_memcpy(from.undo_exp_avg_sq, from.exp_avg_sq, numel * size_of(from.moment_type));
+    }
     __builtin_memset(this, 0, sizeof(Padded));
     __builtin_memcpy(grad, from.grad, numel * size_of(from.grad_type));
     __builtin_memcpy(weight, from.weight, numel * size_of(from.weight_type));
@@ -182,6 +208,7 @@ struct Padded {
     filled.exp_avg_sq = exp_avg_sq;
     filled.remainder = remainder;
     filled.out = out;
+    filled.undo_weight = nullptr;
     filled.stream = false;
     return filled;
   }
@@ -203,6 +230,7 @@ TARGET __attribute__((noinline)) static void whole_tiles(const Scalars& scalars,
   a.moment_type = M;
   for (int64_t done = 0; done < numel; done += kTile, a.advance(kTile)) {
     prefetch_tile<G, W, M>(a);
+    if (a.undo_weight != nullptr) keep_tile<W, M>(a);
     adam_tile<G, W, M>(s, a);
   }
 }
@@ -220,6 +248,7 @@ TARGET static void pass(const Scalars& s, Arrays a, int64_t numel) {
     a.advance(head);
   }
   a.stream = streams(a);
+  a.streams_undo = streams_undo(a);
   whole_tiles<G, W, M>(s, a, body);
   a.advance(body);
   const int64_t tail = numel - head - body;

@@ -32,6 +32,8 @@ class Piece(NamedTuple):
         out: fp32, bf16 or fp16: takes the new weight, rounded from fp32 to nearest even; in bf16
             with a remainder, the value that `weight` takes. May be `grad` itself, which is then
             written over as it is read.
+        undo: takes the old values of `weight` and of each state, under these names, before they are
+            written over; None: they are not kept. Never with a remainder.
     """
 
     step: Any
@@ -40,6 +42,7 @@ class Piece(NamedTuple):
     states: Mapping[str, torch.Tensor]
     remainder: torch.Tensor | None = None
     out: torch.Tensor | None = None
+    undo: Mapping[str, torch.Tensor] | None = None
 
     @property
     def numel(self) -> int:
@@ -52,6 +55,7 @@ class Piece(NamedTuple):
         both = [self.weight, *self.states.values()]
         both += [] if self.remainder is None else [self.remainder]
         once = [self.grad] if self.out is None else [self.grad, self.out]
+        once += (self.undo or {}).values()
         return 2 * sum(array.nbytes for array in both) + sum(array.nbytes for array in once)
 
     def check(self) -> None:
@@ -59,7 +63,8 @@ class Piece(NamedTuple):
 
         Raises:
             ValueError: for arrays of unequal length or device, not contiguous, of a dtype that is
-                not listed above, and for an `out` that shares only a part of `grad`'s memory.
+                not listed above, for an `out` that shares only a part of `grad`'s memory, and for
+                an `undo` that is not like what it keeps.
         """
         _check_dtype("grad", self.grad, FLOAT_DTYPES)
         _check_dtype(
@@ -75,6 +80,8 @@ class Piece(NamedTuple):
         if self.out is not None:
             _check_dtype("out", self.out, FLOAT_DTYPES)
             self._check_overlap(self.out)
+        if self.undo is not None:
+            self._check_undo(self.undo)
 
         # Kernels get addresses and one length.
         for name, tensor in self.arrays().items():
@@ -96,7 +103,20 @@ class Piece(NamedTuple):
             arrays["remainder"] = self.remainder
         if self.out is not None:
             arrays["out"] = self.out
-        return arrays
+        return arrays | {f"undo {name}": kept for name, kept in (self.undo or {}).items()}
+
+    def keep_old(self) -> None:
+        """Copies weight and states to `undo`, if there is one: for kernels that do not copy them as
+        they read them.
+        """
+        for name, kept in (self.undo or {}).items():
+            kept.copy_(self._kept(name))
+
+    def restore_old(self) -> None:
+        """Copies weight and states back from `undo`."""
+        assert self.undo is not None, "asked for where old values are kept"
+        for name, kept in self.undo.items():
+            self._kept(name).copy_(kept)
 
     def part(self, start: int, numel: int) -> Piece:
         """The arrays' elements from `start` on, as views."""
@@ -116,7 +136,17 @@ class Piece(NamedTuple):
             {name: change(state) for name, state in self.states.items()},
             None if self.remainder is None else change(self.remainder),
             None if self.out is None else change(self.out),
+            None if self.undo is None else {n: change(kept) for n, kept in self.undo.items()},
         )
+
+    def _kept(self, name: str) -> torch.Tensor:
+        return self.weight if name == "weight" else self.states[name]
+
+    def _check_undo(self, undo: Mapping[str, torch.Tensor]) -> None:
+        expected = {"weight": self.weight.dtype, **{n: s.dtype for n, s in self.states.items()}}
+        got = {name: kept.dtype for name, kept in undo.items()}
+        if got != expected or self.remainder is not None:
+            raise ValueError(f"Expected undo of {expected} without a remainder, got {got}.")
 
     def _check_overlap(self, out: torch.Tensor) -> None:
         # Element by element, each gradient is read before its place is written to.

@@ -118,6 +118,7 @@ class _Scratch:
 
 def _step(piece: Piece, grad_scale: float, update: Update, scratch: _Scratch) -> None:
     """One chunk. `piece`'s arrays are one-dimensional."""
+    piece.keep_old()
     # Always a copy: the caller's gradient stays as it is.
     grad = scratch.copy("grad", piece.grad)
     if grad_scale != 1.0:

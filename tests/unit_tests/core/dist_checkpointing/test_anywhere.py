@@ -159,6 +159,21 @@ def _cut() -> list[Way]:
     ]
 
 
+MUON = (("optimizer", "muon"),)
+
+
+def _with_muon() -> list[Way]:
+    """On every rank Muon keeps one state of matrices, and AdamW two of all else."""
+    source = Place(4, Setting(optimizer=MUON))
+    others = [Setting(HSDP, optimizer=MUON), Setting("optim", is_fused=UNFUSED, optimizer=MUON)]
+    return [
+        Way(source, source),
+        Way(source, Place(4, others[0])),
+        Way(source, Place(3, others[1])),
+        Way(source, Place(1, others[1])),
+    ]
+
+
 def _all_topologies() -> list[Way]:
     """From every topology to every other, the rest in rotation."""
     kinds = list(itertools.product(FRACTIONS, (FUSED, UNFUSED), (TIED, UNTIED)))
@@ -177,7 +192,7 @@ def _all_topologies() -> list[Way]:
     return ways
 
 
-@pytest.mark.parametrize("way", _cut(), ids=str)
+@pytest.mark.parametrize("way", [*_cut(), *_with_muon()], ids=str)
 def test_a_run_continues_wherever_its_checkpoint_is_loaded(sources, way):
     # Half of the targets have states already, and updates in flight.
     sources.expect_loaded(*way, num_steps_before=way.target.world_size % 2)

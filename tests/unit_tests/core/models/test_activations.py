@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from megatron.core import products
+from megatron.core.distributed.context import divide_context
 from megatron.core.models.gpt.activations import Microbatch, activation_bytes
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.config import TransformerConfig
 from megatron.core.transformer.delta_rule import state_nbytes
 from megatron.core.transformer.layer_specs import model_spec
+from tests.helpers.ranks import run_ranks
 
 VOCAB, SEQ, SIZE = 512, 128, 2
 BASE: dict[str, Any] = {
@@ -55,10 +60,14 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 
 
-def _saved(config: TransformerConfig, dtype: torch.dtype) -> int:
-    """The bytes that a training forward leaves, each storage once, without weights."""
+def _saved(config: TransformerConfig, dtype: torch.dtype, comm_type: str | None = None) -> int:
+    """The bytes that a training forward leaves, each storage once, without weights; with
+    `comm_type` all ranks divide the sequences.
+    """
     torch.manual_seed(0)
     model = GPTModel(config, VOCAB).to(dtype)
+    if comm_type is not None:
+        divide_context(model, dist.group.WORLD, comm_type)
     weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
     kept: dict[int, torch.UntypedStorage] = {}
 
@@ -85,6 +94,27 @@ def test_the_count_is_what_autograd_keeps(monkeypatch, model, dtype):
     counted = activation_bytes(model_spec(config), VOCAB, batch, config.recompute_granularity)
     # Statistics of rows are not counted, and the residual stream is not kept apart from norms.
     assert counted.kept == pytest.approx(_saved(config, dtype), rel=0.03)
+
+
+@pytest.mark.parametrize("comm_type", ["a2a", "all_gather"])
+def test_ranks_that_divide_sequences_keep_their_share(comm_type):
+    """Up to a tenth more where they exchange heads, and all keys and values where they gather."""
+    models = [TransformerConfig(**{**BASE, **model}) for model in MODELS.values()]
+
+    def kept() -> list[int]:
+        with mock.patch.object(products, "_SLOW_DTYPES", frozenset()):
+            return [_saved(config, torch.float32, comm_type) for config in models]
+
+    batch = Microbatch(SIZE, SEQ, 4, "cpu")
+    part = replace(batch, context_size=4, gathers_keys=comm_type == "all_gather")
+    for config, found in zip(models, run_ranks(4, kept)[1], strict=True):
+        own, whole = (
+            activation_bytes(model_spec(config), VOCAB, each, config.recompute_granularity).kept
+            for each in (part, batch)
+        )
+        assert own == pytest.approx(found, rel=0.1)
+        if comm_type == "a2a":
+            assert found < 1.1 * whole / 4
 
 
 def test_recomputation_keeps_inputs_and_has_one_layer_at_a_time():

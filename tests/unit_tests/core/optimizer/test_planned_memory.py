@@ -167,6 +167,9 @@ CHEAP = {
     "dense, half on the host, updated by the device": Case().on_host(
         0.5, overlap_cpu_optimizer_d2h_h2d=True, optimizer_update_on_device=1.0
     ),
+    "dense, half on the host, some updated early": Case().on_host(
+        0.5, overlap_cpu_optimizer_d2h_h2d=True, optimizer_early_update_gib=3e-5
+    ),
 }
 WIDE = {
     "dense": Case(),

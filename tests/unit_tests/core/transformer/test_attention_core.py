@@ -129,6 +129,26 @@ def test_blocks_of_full_size_give_the_formula(window: int | None, softcap: float
     _assert_equals_the_formula(_inputs(spec, 600, batch=1), spec)
 
 
+@pytest.mark.parametrize("spec", [BASE, SINKS, SOFTCAP])
+@pytest.mark.parametrize("window", [None, 7, 200, 699])
+@pytest.mark.parametrize("num_queries", [1, 300, 600])
+def test_queries_of_the_last_positions_give_the_last_rows_of_the_formula(
+    spec: AttentionSpec, window: int | None, num_queries: int
+) -> None:
+    spec = replace(spec, window=window)
+    inputs = _inputs(spec, 700, batch=1)
+    query, key, value, *sinks = inputs
+    expected = _formula(query, key, value, spec, *sinks)[:, :, -num_queries:]
+    output = _attend([query[:, :, -num_queries:], *inputs[1:]], spec)
+    torch.testing.assert_close(output.double(), expected, rtol=1e-5, atol=1e-5)
+
+    weights = torch.randn(expected.shape, dtype=torch.float64)
+    wanted = torch.autograd.grad((expected * weights).sum(), inputs)
+    found = torch.autograd.grad((output * weights).sum(), inputs)
+    for ours, theirs in zip(found, wanted, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("spec", [BASE, WINDOW, SINKS, WINDOW_AND_SINKS, SOFTCAP])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_16_bits_give_the_formula_rounded(spec: AttentionSpec, dtype: torch.dtype) -> None:

@@ -144,13 +144,25 @@ def test_padding_that_is_not_the_end_of_a_row_is_refused(
 def test_real_positions_are_those_before_the_padding_of_each_row() -> None:
     documents = Documents((17, 10, 7), (0, 7))
     documents.check(2, ROW)
-    assert documents.without_padding == (17, 10)
+    assert documents.without_padding() == (17, 10)
     assert documents.real_positions(torch.device("cpu")).tolist() == [*range(27)]
     documents = Documents((15, 2, 17), (2, 0))
     found = documents.real_positions(torch.device("cpu")).tolist()
     assert found == [*range(15), *range(17, 34)]
     for full in (Documents((17, 17)), Documents((17, 17), (0, 0))):
-        assert full.without_padding is None
+        assert full.without_padding() is None
+
+
+def test_real_positions_of_parts_of_rows_are_counted_in_these() -> None:
+    documents = Documents((15, 2, 3, 14), (2, 14))
+    found = {}
+    for within in (range(2, 4), range(14, 17), range(15, 17)):
+        real = documents.real_positions(torch.device("cpu"), within).tolist()
+        found[within] = (documents.without_padding(within), real)
+    # Parts of the two rows, one behind the other.
+    assert found[range(2, 4)] == ((2, 1), [0, 1, 2])
+    assert found[range(14, 17)] == ((1, 0), [0])
+    assert found[range(15, 17)] == ((0, 0), [])
 
 
 def test_positions_of_another_shape_and_empty_documents_are_refused() -> None:

@@ -41,13 +41,19 @@ def documented(
 ) -> Tensor:
     """As in PyTorch's documentation, for as many key heads as query heads."""
     assert cu_seq_q.dtype == cu_seq_k.dtype == torch.int32
-    assert max_q == max_k == int(cu_seq_q.diff().max())
+    assert (max_q, max_k) == (int(cu_seq_q.diff().max()), int(cu_seq_k.diff().max()))
     before, behind = window_size
     outputs = []
-    for start, stop in zip(cu_seq_q[:-1].tolist(), cu_seq_q[1:].tolist(), strict=True):
+    bounds = [torch.stack((cu[:-1], cu[1:]), 1).tolist() for cu in (cu_seq_q, cu_seq_k)]
+    for (start, stop), (first, last) in zip(*bounds, strict=True):
         # [positions, heads, dim] -> [heads, positions, dim]
-        parts = [part[start:stop].transpose(0, 1) for part in (query, key, value)]
-        distance = torch.arange(stop - start)[:, None] - torch.arange(stop - start)
+        parts = [
+            part.transpose(0, 1) for part in (query[start:stop], key[first:last], value[first:last])
+        ]
+        # Aligned at the last query and the last key.
+        num_keys = last - first
+        positions = torch.arange(num_keys - (stop - start), num_keys)
+        distance = positions[:, None] - torch.arange(num_keys)
         is_seen = torch.ones_like(distance, dtype=torch.bool)
         if before >= 0:
             is_seen &= distance <= before
@@ -101,6 +107,26 @@ def test_the_kernel_is_given_what_attention_by_documents_computes(
     monkeypatch.setattr(varlen_attention, "varlen_kernel", lambda: kernel)
     found = attend_varlen(query, key, value, spec, DOCUMENTS)
     assert found.shape == expected.shape
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("documents", [None, DOCUMENTS])
+@pytest.mark.parametrize("window", [None, 4, 25])
+@pytest.mark.parametrize("num_queries", [29, 20])
+def test_queries_of_the_last_positions_see_the_keys_of_all(
+    monkeypatch: pytest.MonkeyPatch,
+    documents: Documents | None,
+    window: int | None,
+    num_queries: int,
+) -> None:
+    query, key, value = _heads(1 if documents else 2, 2, DIM)
+    spec = spec_of(num_key_value_heads=2, window=window)
+    expected = attend(query, key, value, spec, documents=documents)[:, :, -num_queries:]
+    if documents is not None:
+        first, documents = documents.reach(32 - num_queries, 32)
+        key, value = key[:, :, first:], value[:, :, first:]
+    monkeypatch.setattr(varlen_attention, "varlen_kernel", lambda: KERNELS[0])
+    found = attend_varlen(query[:, :, -num_queries:], key, value, spec, documents)
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
 
 

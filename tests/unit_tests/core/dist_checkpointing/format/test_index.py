@@ -22,7 +22,6 @@ from megatron.core.dist_checkpointing.format.index import (
     SavedAs,
     blob_place,
     build_index,
-    layout_digest,
     manifest_problems,
 )
 from megatron.core.dist_checkpointing.format.manifest import (
@@ -120,7 +119,8 @@ def test_an_index_is_read_as_it_was_written(index: Index):
         assert list(found.tensors) == list(index.tensors)
         assert found.to_bytes() == content
     tensors = [*index.all_tensors]
-    assert content.count(b"\n") == len(tensors) + 5
+    num_divisions = len(json.loads(content)["divisions"])
+    assert content.count(b"\n") == len(tensors) + num_divisions + 6
     assert all(f"\n{json.dumps(tensor.key)}:".encode() in content for tensor in tensors)
 
 
@@ -133,8 +133,7 @@ def test_the_chunks_of_each_rank_are_in_the_order_of_tensors_exported_ones_and_p
     assert by_rank.keys() == {chunk.rank for _, chunk in expected}
     for rank, found in by_rank.items():
         assert found == [each for each in expected if each[1].rank == rank]
-        assert index.layout_of(rank) == layout_digest(found)
-    assert index.layout_of(99) == layout_digest([])
+    assert index.layout_of(99) == Index("", {}).layout_of(0)
 
 
 @settings(deadline=None)
@@ -154,16 +153,24 @@ def test_digests_are_one_for_each_block_of_each_chunk_in_that_order(index):
 def example() -> dict[str, Any]:
     """w is sharded over two ranks, s is on the second, x in another file, p is plain."""
     return {
-        "format_version": 3,
+        "format_version": 4,
         "save_id": SAVE_ID,
         "writers": [["__0_0.distcp", 0], ["__1_0.distcp", 1], [HF_FILE, 1]],
         "tensors": {
-            "w": ["float32", [4, 3], [[0, 4096, 0, 0, 2, 3], [1, 4096, 2, 0, 2, 3]]],
-            "s": ["bfloat16", [], [[1, 8192]]],
-            "e": ["float32", [0, 3], []],
+            "w": ["float32", [4, 3], 0, [4096, 4096]],
+            "s": ["bfloat16", [], 1, [8192]],
+            "e": ["float32", [0, 3], 2, []],
+            "v": ["float32", [4, 3], 0, [12288, 12288]],
         },
-        "plain": {"p": ["uint8", [100], [[0, 9000, 0, 100]]]},
-        "exported": {"x": ["bfloat16", [4], [[2, 88, 0, 4]]]},
+        "plain": {"p": ["uint8", [100], 3, [9000]]},
+        "exported": {"x": ["bfloat16", [4], 4, [88]]},
+        "divisions": [
+            [[0, 0, 0, 2, 3], [1, 2, 0, 2, 3]],
+            [[1]],
+            [],
+            [[0, 0, 100]],
+            [[2, 0, 4]],
+        ],
     }
 
 
@@ -173,13 +180,14 @@ def parse(members: Any, known: Marker | None = None) -> Index:
 
 def test_the_index_that_is_changed_below_is_whole():
     index = parse(example())
-    assert list(index.tensors) == ["w", "s", "e"]
+    assert list(index.tensors) == ["w", "s", "e", "v"]
     box = Box((2, 0), (2, 3))
     assert index.tensors["w"].chunks[1] == SavedChunk(box, 1, "__1_0.distcp", 4096)
     assert index.exported["x"].chunks == [SavedChunk(Box.whole((4,)), 1, HF_FILE, 88)]
     assert [(tensor.key, chunk.offset) for tensor, chunk in index.chunks_by_rank[1]] == [
         ("w", 4096),
         ("s", 8192),
+        ("v", 12288),
         ("x", 88),
     ]
 
@@ -196,7 +204,7 @@ def put(value: object, *path: str | int) -> Callable[[dict[str, Any]], None]:
 
 
 W, S, P = ("tensors", "w"), ("tensors", "s"), ("plain", "p")
-FIRST = (*W, 2, 0)  # chunk of w: writer, offset, offsets and sizes of its box
+FIRST = ("divisions", 0, 0)  # of w's boxes: writer, offsets and sizes
 
 WRONG: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "an empty save id": (put("", "save_id"), "a save id"),
@@ -213,59 +221,87 @@ WRONG: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "a file elsewhere": (put(["../__0_0.distcp", 0], "writers", 0), "a file with chunks in"),
     "a list of tensors": (put([], "tensors"), "tensors by key"),
     "an empty key": (put(["float32", [0], []], "tensors", ""), "keys that are not empty"),
-    "a tensor without chunks": (put(["float32", [0]], *W), "dtype, shape and chunks of in 'w'"),
+    "a tensor without chunks": (put(["float32", [0]], *W), "dtype, shape, division and"),
     "a dtype that is not one": (put("float33", *W, 0), "a dtype in 'w'"),
     "a dtype that is a list": (put(["float32"], *W, 0), "a dtype in 'w'"),
     "a negative size": (put([-4, 3], *W, 1), "a shape in 'w'"),
     "a size that is a fraction": (put([4.0, 3], *W, 1), "a shape in 'w'"),
-    "a size beyond all": (put([1 << 63, 3], *W, 1), "a shape in 'w'"),
+    "a size beyond all": (put([1 << 62, 3], *W, 1), "a shape in 'w'"),
     "a shape of 65 dims": (put([1] * 65, *S, 1), "a shape in 's'"),
-    "an object of chunks": (put({}, *W, 2), "a list of chunks in 'w'"),
-    "a chunk that is a number": (put(4096, *FIRST), "a chunk of 6 numbers in 'w'"),
-    "a chunk of another number of dims": (put([0, 4096, 0, 4], *FIRST), "a chunk of 6 numbers"),
-    "a writer that is not there": (put(3, *FIRST, 0), "one of 3 writers in 'w' in .*, got 3"),
-    "a writer before the first": (put(-1, *FIRST, 0), "a chunk of 6 numbers in 'w'"),
-    "a negative place": (put(-1, *FIRST, 1), "a chunk of 6 numbers in 'w'"),
-    "a place that is true": (put(True, *FIRST, 1), "a chunk of 6 numbers in 'w'"),
-    "a box without elements": (put(0, *FIRST, 5), "a box with elements in 'w'"),
-    "a box in another": (put(3, *FIRST, 4), r"each element of w in one chunk .* in 2"),
-    "a box that reaches out": (put(9, *FIRST, 4), r"chunks of w inside \(4, 3\)"),
-    "a gap": (put(1, *FIRST, 4), r"each element of w in one chunk .* at \(1, 0\) in 0"),
-    "no chunk of a scalar": (put([], *S, 2), r"each element of s in one chunk .* at \(\) in 0"),
-    "no chunk of an exported tensor": (put([], "exported", "x", 2), "each element of x in one"),
+    "an object of offsets": (put({}, *W, 3), "each of 2 boxes in 'w'"),
+    "an offset too few": (put([4096], *W, 3), "each of 2 boxes in 'w'"),
+    "a negative offset": (put(-1, *W, 3, 0), "each of 2 boxes in 'w'"),
+    "an offset that is true": (put(True, *W, 3, 0), "each of 2 boxes in 'w'"),
+    "a division that is not there": (put(5, *W, 2), "one of 5 divisions in 'w' in .*, got 5"),
+    "a division before the first": (put(-1, *W, 2), "one of 5 divisions in 'w'"),
+    "a division that is true": (put(True, *W, 2), "one of 5 divisions in 'w'"),
+    "an object of divisions": (put({}, "divisions"), "a list of divisions"),
+    "a division that is an object": (put({}, "divisions", 0), "a list of boxes"),
+    "a box that is a number": (put(4096, *FIRST), "a writer and a box"),
+    "a box without all of its sizes": (put([0, 0, 0, 4], *FIRST), "a writer and a box"),
+    "boxes of different dims": (put([0, 0, 4], *FIRST), "a writer and a box"),
+    "a division of other dims": (put(3, *W, 2), "each of 1 boxes"),
+    "a box of more dims than its tensor": (
+        put([[0, 0, 0, 1, 1]], "divisions", 1),
+        r"chunks of s inside \(\)",
+    ),
+    "a writer that is not there": (put(3, *FIRST, 0), "one of 3 writers in .*, got 3"),
+    "a writer before the first": (put(-1, *FIRST, 0), "a writer and a box"),
+    "a box without elements": (put(0, *FIRST, 4), "a box with elements"),
+    "a box in another": (put(3, *FIRST, 3), r"each element of w in one chunk .* in 2"),
+    "a box that reaches out": (put(9, *FIRST, 3), r"chunks of w inside \(4, 3\)"),
+    "a gap": (put(1, *FIRST, 3), r"each element of w in one chunk .* at \(1, 0\) in 0"),
+    "a division that tiles another shape": (
+        put([5, 3], "tensors", "v", 1),
+        r"each element of v in one chunk .* at \(4, 0\) in 0",
+    ),
+    "no chunk of a scalar": (
+        put(["bfloat16", [], 2, []], *S),
+        r"each element of s in one chunk .* at \(\) in 0",
+    ),
+    "no chunk of an exported tensor": (
+        put(["bfloat16", [4], 2, []], "exported", "x"),
+        "each element of x in one",
+    ),
     "more elements than torch can count": (
-        put([1 << 62, 0, 4], "tensors", "e", 1),
+        put([1 << 61, 0, 4], "tensors", "e", 1),
         r"e in .* to have at most \d+ elements",
     ),
     "a chunk before the last one's end": (
-        put([[1, 4119]], *S, 2),
+        put([4119], *S, 3),
         "'s' from byte 4120 of __1_0.distcp on in .*, where 'w' ends, got byte 4119",
     ),
     "plain data in a tensor's place": (
-        put([[0, 4000, 0, 100]], *P, 2),
+        put([4000], *P, 3),
         "'w' from byte 4100 of __0_0.distcp",
     ),
     "a place behind the end of the file": (
-        put((1 << 40) - 23, *FIRST, 1),
+        put((1 << 40) - 23, *W, 3, 0),
         f"'w' within the {1 << 40} bytes of __0_0.distcp in .*, got byte {(1 << 40) + 1}",
     ),
     "an exported tensor behind the end of its file": (
-        put((1 << 40) - 7, "exported", "x", 2, 0, 1),
+        put((1 << 40) - 7, "exported", "x", 3, 0),
         f"'x' within the {1 << 40} bytes of {HF_FILE}",
     ),
     "plain data of another dtype": (put("int8", *P, 0), "plain data"),
     "plain data in two chunks": (
-        put([[0, 9000, 0, 50], [0, 9050, 50, 50]], *P, 2),
+        lambda it: (
+            it["plain"].update(p=["uint8", [100], 5, [9000, 9050]]),
+            it["divisions"].append([[0, 0, 50], [0, 50, 50]]),
+        ),
         "plain data",
     ),
     "a key of two kinds": (
-        put(["uint8", [1], [[0, 9500, 0, 1]]], "plain", "w"),
+        lambda it: (
+            it["plain"].update(w=["uint8", [1], 5, [9500]]),
+            it["divisions"].append([[0, 0, 1]]),
+        ),
         "'w' as plain data",
     ),
     "a member too many": (put(1, "more"), "the members"),
     **{
         f"no {name}": (lambda it, name=name: it.pop(name), "the members")
-        for name in ("save_id", "writers", "tensors", "plain", "exported")
+        for name in ("save_id", "writers", "divisions", "tensors", "plain", "exported")
     },
     "no version": (lambda it: it.pop("format_version"), "a format version"),
 }
@@ -356,8 +392,12 @@ def test_layouts_differ_when_any_part_of_them_does():
         [(tensor, chunk._replace(box=Box(box.offsets, (3, 2)))), *rest],
         [(tensor, chunk._replace(box=Box((0,), (6,)))), *rest],
     ]
-    assert len({layout_digest(layout) for layout in layouts}) == len(layouts)
-    assert layout_digest(layouts[0]) == index.layout_of(0)
+    found = [
+        Index("", {str(i): one._replace(chunks=[own]) for i, (one, own) in enumerate(layout)})
+        for layout in layouts
+    ]
+    assert len({one.layout_of(0) for one in found}) == len(layouts)
+    assert found[0].layout_of(0) == index.layout_of(0)
     assert index.layout_of(0) != index.layout_of(1)
 
 

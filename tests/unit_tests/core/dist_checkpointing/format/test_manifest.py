@@ -111,7 +111,7 @@ DIGEST = digest(b"x")
 
 def manifest_of(**members: Any) -> bytes:
     head = {
-        "format_version": 3,
+        "format_version": 4,
         "save_id": "an id",
         "rank": 0,
         "layout": digest(b"a layout"),
@@ -217,8 +217,8 @@ def read_index(content: bytes, source: str) -> Index:
     ],
 )
 def test_another_version_of_the_format_is_no_damage(read: Any, content: Any):
-    for other in (1, 2, 4):
-        with pytest.raises(CheckpointError, match=f"version 3 in here, got {other}") as caught:
+    for other in (1, 3, 5):
+        with pytest.raises(CheckpointError, match=f"version 4 in here, got {other}") as caught:
             read(content(format_version=other), "here")
         assert not isinstance(caught.value, CheckpointDamagedError)
 

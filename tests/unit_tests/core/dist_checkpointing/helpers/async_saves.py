@@ -33,6 +33,7 @@ from megatron.core.optimizer.fused_adam import FusedAdam
 
 CPU = Device("cpu")
 DIM = 64  # a rank's part of each matrix is larger than a tensor that a save may copy
+SLOT = 5_000  # elements of a slot of streamed states, of the 16,576 of a layer
 Parts = dict[str, tuple[tuple[int, ...], torch.Tensor]]  # by key: offsets and this rank's values
 
 
@@ -76,17 +77,21 @@ class Training:
             self.optimizer: torch.optim.Optimizer = FusedAdam(self.model.parameters(), **options)
         else:
             overlaps = {"overlap_step_with_forward": True, "fetch_during_backward": True}
-            self.optimizer = HybridDeviceOptimizer(self.model.parameters(), fraction, **overlaps)
+            self.optimizer = HybridDeviceOptimizer(
+                self.model.parameters(), fraction, **overlaps, **options
+            )
         self.with_states = with_states
 
-    def backward(self, number: int) -> None:
+    def backward(self, number: int) -> float:
         generator = torch.Generator().manual_seed(10 * number + dist.get_rank())
-        (self.model(torch.randn(4, DIM, generator=generator)) - 1).square().mean().backward()
+        loss = (self.model(torch.randn(4, DIM, generator=generator)) - 1).square().mean()
+        loss.backward()
+        return loss.item()
 
-    def update(self, number: int) -> None:
+    def update(self, number: int, grad_scale: float = 1.0) -> None:
         for group in self.optimizer.param_groups:
             group["lr"] = 1e-2 / (number + 1)
-        self.optimizer.step()
+        self.optimizer.step(grad_scale=grad_scale)
         self.optimizer.zero_grad()
 
     def contents(self) -> Contents:

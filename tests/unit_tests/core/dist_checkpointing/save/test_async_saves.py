@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import itertools
+import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -28,12 +29,14 @@ from megatron.core.dist_checkpointing.state.entries import Contents
 from megatron.core.dist_checkpointing.state.param_groups import PARAM_GROUPS
 from megatron.core.dist_checkpointing.store import LocalStore, published_iterations
 from megatron.core.lanes import delays
+from megatron.core.optimizer.cpu_offloading import streamed_pass
 from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDeviceOptimizer
 from megatron.core.optimizer.fused_adam import FusedAdam
 from megatron.core.optimizer.kernels.host_adam import HostAdam
 from tests.helpers.ranks import run_ranks
 from tests.unit_tests.core.dist_checkpointing.helpers.async_saves import (
     CPU,
+    SLOT,
     SOON,
     Parts,
     Training,
@@ -47,6 +50,7 @@ from tests.unit_tests.core.dist_checkpointing.helpers.async_saves import (
 )
 from tests.unit_tests.core.dist_checkpointing.helpers.live_bytes import peak_growth
 from tests.unit_tests.core.dist_checkpointing.helpers.scenes import GatedStore, memory_folder
+from tests.unit_tests.core.optimizer.cpu_offloading.helpers.nets import EXECUTORS
 
 
 @pytest.fixture(scope="module")
@@ -54,6 +58,10 @@ def home() -> Iterator[Path]:
     """The directory that these tests save to."""
     with memory_folder() as folder:
         yield folder
+
+
+def new_folder(home: Path) -> Path:
+    return Path(tempfile.mkdtemp(dir=home))
 
 
 # Contents.
@@ -82,11 +90,14 @@ def _train(fraction: float | None, with_states: bool) -> Trained:
     return Trained(saved, training.parts())
 
 
-def _train_and_save(fraction: float | None, with_states: bool, root: Path, seed: int) -> Parts:
-    """Every save starts while updates are in flight, and reads only after the next update has
-    started.
+def _train_and_save(
+    fraction: float | None, with_states: bool, root: Path, seed: int, options: dict[str, Any]
+) -> Parts:
+    """Every save starts while updates are in flight. With some seeds it reads at once, with others
+    only after the next update has started.
     """
-    training, gate = Training(fraction, with_states=with_states), threading.Event()
+    training = Training(fraction, with_states=with_states, **options)
+    gate, reads_late = threading.Event(), seed % 4 < 2
     rank, world_size = dist.get_rank(), dist.get_world_size()
     with (
         delays(seed),
@@ -95,14 +106,15 @@ def _train_and_save(fraction: float | None, with_states: bool, root: Path, seed:
     ):
         for number in range(1, NUM_STEPS + 1):
             training.backward(number)
-            assert manager.is_busy or number - 1 not in SAVED_AFTER
+            assert manager.is_busy or not reads_late or number - 1 not in SAVED_AFTER
             gate.set()
             training.update(number)
             if number in SAVED_AFTER:
                 # The previous save has been running until here.
                 manager.finish()
                 gate, contents = threading.Event(), training.contents()
-                hold_entries_back(contents.entries, gate)
+                if reads_late:
+                    hold_entries_back(contents.entries, gate)
                 manager.save(number, contents, {"number": number})
         gate.set()
         manager.finish()
@@ -110,8 +122,14 @@ def _train_and_save(fraction: float | None, with_states: bool, root: Path, seed:
 
 
 def _saves_values(
-    fraction: float | None, with_states: bool, root: Path, seeds: Sequence[int]
+    fraction: float | None,
+    with_states: bool,
+    root: Path,
+    seeds: Sequence[int],
+    options: dict[str, Any],
 ) -> None:
+    """`options` are those of the optimizer that is saved, and change no value."""
+    streamed_pass.SLOT_NUMEL = SLOT
     expected = _train(fraction, with_states)
     assert not is_same(expected.saved[0], expected.saved[1])
     large = [part for _, part in expected.last.values() if part.nbytes > 4096]
@@ -120,9 +138,8 @@ def _saves_values(
     )
     for seed in seeds:
         own = root / f"{seed}"
-        assert is_same(_train_and_save(fraction, with_states, own, seed), expected.last), (
-            "saving changes nothing"
-        )
+        last = _train_and_save(fraction, with_states, own, seed, options)
+        assert is_same(last, expected.last), "saving changes nothing"
         for number, parts in zip(SAVED_AFTER, expected.saved, strict=True):
             assert is_same(saved_parts(own, number, parts), parts), seed
             checkpoint = PublishedCheckpoint.open(LocalStore(own), checkpoint_name(number))
@@ -133,27 +150,39 @@ def _saves_values(
 
 
 @pytest.mark.parametrize(
-    ("world_size", "fraction", "seeds"),
+    ("world_size", "fraction", "seeds", "options"),
     [
-        (1, 1.0, range(6)),
-        (1, None, range(4)),
-        (2, 0.5, range(4)),
+        (1, 1.0, range(6), {}),
+        (1, None, range(4), {}),
+        (2, 0.5, range(4), {}),
+        (2, 1.0, range(4), EXECUTORS["streamed"]),
+        (1, 1.0, range(4), EXECUTORS["half streamed"]),
         *(
-            pytest.param(world_size, fraction, range(20), marks=pytest.mark.wide)
+            pytest.param(world_size, fraction, range(20), {}, marks=pytest.mark.wide)
             for world_size, fraction in itertools.product((1, 2), FRACTIONS)
+        ),
+        *(
+            pytest.param(world_size, fraction, range(20), options, marks=pytest.mark.wide)
+            for world_size, fraction, options in itertools.product(
+                (1, 2), (0.5, 1.0), EXECUTORS.values()
+            )
         ),
     ],
 )
 def test_a_save_during_training_has_the_values_at_its_start_under_any_delays(
-    home, world_size, fraction, seeds
+    home, world_size, fraction, seeds, options
 ):
-    root = home / f"{fraction}_{world_size}_{len(seeds)}"
-    run_ranks(world_size, _saves_values, fraction, True, root, seeds, timeout=600)
+    root = new_folder(home)
+    run_ranks(world_size, _saves_values, fraction, True, root, seeds, options, timeout=600)
 
 
-@pytest.mark.parametrize("fraction", [None, 1.0])
-def test_a_save_of_weights_alone_has_the_values_at_its_start_under_any_delays(home, fraction):
-    run_ranks(1, _saves_values, fraction, False, home / f"weights_{fraction}", range(2))
+@pytest.mark.parametrize(
+    ("fraction", "options"), [(None, {}), (1.0, {}), (1.0, EXECUTORS["streamed"])]
+)
+def test_a_save_of_weights_alone_has_the_values_at_its_start_under_any_delays(
+    home, fraction, options
+):
+    run_ranks(1, _saves_values, fraction, False, new_folder(home), range(2), options)
 
 
 # Updates that wait.
@@ -167,8 +196,8 @@ def hold_back(contents: Contents, unit: int) -> tuple[threading.Event, set[str]]
     )
 
 
-def _one_bucket_is_held_back(fraction: float, root: Path) -> None:
-    training = Training(fraction)
+def _one_bucket_is_held_back(fraction: float, options: dict[str, Any], root: Path) -> None:
+    training = Training(fraction, **options)
     training.backward(1)
     training.update(1)
     before, contents = training.parts(), training.contents()
@@ -195,9 +224,13 @@ def _one_bucket_is_held_back(fraction: float, root: Path) -> None:
     assert not any(torch.equal(training.parts()[key][1], before[key][1]) for key in held)
 
 
-@pytest.mark.parametrize("fraction", [0.5, 1.0])
-def test_only_the_next_update_of_a_bucket_waits_until_that_bucket_has_been_read(home, fraction):
-    run_ranks(1, _one_bucket_is_held_back, fraction, home / f"held_{fraction}")
+@pytest.mark.parametrize(
+    ("fraction", "options"), [(0.5, {}), (1.0, {}), (1.0, EXECUTORS["streamed"])]
+)
+def test_only_the_next_update_of_a_bucket_waits_until_that_bucket_has_been_read(
+    home, fraction, options
+):
+    run_ranks(1, _one_bucket_is_held_back, fraction, options, new_folder(home))
 
 
 def _the_device_is_held_back(fraction: float | None, unit: int, root: Path) -> None:
@@ -265,8 +298,8 @@ def test_a_save_starts_while_updates_are_in_flight_and_the_disk_is_blocked(home)
     run_ranks(1, _begins_beside_an_update, home / "beside")
 
 
-def _updates_wait_for_the_disk(fraction: float | None, root: Path) -> None:
-    training, store = Training(fraction), GatedStore(root)
+def _updates_wait_for_the_disk(fraction: float | None, options: dict[str, Any], root: Path) -> None:
+    training, store = Training(fraction, **options), GatedStore(root)
     training.backward(1)
     training.update(1)
     before = training.parts()
@@ -284,9 +317,13 @@ def _updates_wait_for_the_disk(fraction: float | None, root: Path) -> None:
     assert not is_same(training.parts(), before)
 
 
-@pytest.mark.parametrize("fraction", [None, 1.0])
-def test_an_update_waits_until_the_disk_has_the_tensors_that_are_written_in_place(home, fraction):
-    run_ranks(1, _updates_wait_for_the_disk, fraction, home / f"in_place_{fraction}")
+@pytest.mark.parametrize(
+    ("fraction", "options"), [(None, {}), (1.0, {}), (1.0, EXECUTORS["streamed"])]
+)
+def test_an_update_waits_until_the_disk_has_the_tensors_that_are_written_in_place(
+    home, fraction, options
+):
+    run_ranks(1, _updates_wait_for_the_disk, fraction, options, new_folder(home))
 
 
 def test_states_that_an_update_waits_for_are_written_before_frozen_weights_and_buffers():

@@ -434,6 +434,32 @@ def test_nothing_else_of_size_is_alive_in_a_step_but_pieces_on_their_way(case):
     run_ranks(num_ranks(case), _live_peaks, case)
 
 
+def _live_alone(case: Case) -> None:
+    mesh = init_device_mesh("cpu", (1,))
+    with only_new_objects():
+        model = Model(case)
+        context = shard(model, case, mesh)
+        resting = live_bytes()
+        assert resting == NUM_LAYERS * DIM * (DIM + 1) * sum(
+            dtype.itemsize
+            for dtype in (case.compute, case.main, case.main_grads)[case.compute == case.main :]
+        )
+        for number in range(3):
+            with live_peaks(model) as peaks, microbatch(context, is_last=number == 2):
+                backward(model, case)
+            # Autograd's gradients of two layers, as on several ranks, and nothing between them and
+            # the sums.
+            of_layer = DIM * DIM * case.compute.itemsize
+            assert resting + of_layer <= max(peaks) <= resting + 2 * of_layer
+            assert live_bytes() == resting
+
+
+@pytest.mark.parametrize("name", ["no_shard", "optim", ZERO_3])
+@pytest.mark.parametrize("dtypes", [ONE_DTYPE, {"sent": FP32}], ids=["fp32", "bf16"])
+def test_alone_nothing_is_alive_in_a_step_but_the_gradients_of_autograd(name, dtypes):
+    run_ranks(1, _live_alone, Case(name, **dtypes))
+
+
 class Allocations(TorchDispatchMode):
     """Remembers the storages of some size that operations of this thread bring about, without
     keeping them.

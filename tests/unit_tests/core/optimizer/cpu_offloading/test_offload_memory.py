@@ -319,6 +319,9 @@ PIN_CASES = {
     "weights alone": PinCase(NOT_GRADS, BF16, [2]),
     "gradients alone": PinCase(NOT_PARAMS, BF16, [2]),
     "nothing": PinCase(NOT_GRADS | NOT_PARAMS, BF16, []),
+    "states that no device can stream": PinCase(
+        {"update_on_device": 1.0, "overlap_cpu_optimizer_d2h_h2d": True}, BF16, [2]
+    ),
     "bf16 moments": PinCase({"exp_avg_dtype": BF16, "exp_avg_sq_dtype": BF16}, BF16, [2]),
 }
 

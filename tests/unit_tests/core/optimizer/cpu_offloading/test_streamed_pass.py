@@ -5,7 +5,9 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -13,14 +15,28 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+)
+from torch.utils._pytree import tree_leaves
 
+from megatron.core.dtensors import local_tensor
 from megatron.core.lanes import ThreadEvent
-from megatron.core.optimizer.cpu_offloading import streamed_pass
+from megatron.core.optimizer.cpu_offloading import streamed_pass, update_split
 from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDeviceOptimizer
 from megatron.core.optimizer.kernels.piece import Piece
 from megatron.core.optimizer.rules import Lion
-from tests.helpers.ranks import random_delays, rank_device, run_ranks
-from tests.unit_tests.core.optimizer.cpu_offloading.helpers.nets import Net, fsdp, same, weights
+from megatron.core.timeline import NO_TIMELINE
+from tests.helpers.ranks import on_ranks, random_delays, rank_device, run_ranks
+from tests.unit_tests.core.optimizer.cpu_offloading.helpers.nets import (
+    EXECUTORS,
+    Net,
+    fsdp,
+    same,
+    weights,
+)
 from tests.unit_tests.core.optimizer.cpu_offloading.helpers.nets import train as train_net
 from tests.unit_tests.core.optimizer.cpu_offloading.test_bits import (
     ALL,
@@ -135,11 +151,14 @@ def test_other_rules_and_moments_and_a_factor_of_the_gradients_are_bit_equal():
 class Trained:
     """A model whose states are all in host memory, and its optimizer."""
 
-    def __init__(self, share: float, **settings: Any) -> None:
+    def __init__(self, share: float | None, **settings: Any) -> None:
         self.model = Model().to(rank_device())
         self.context = shard(self.model, SETTING, [*self.model.layers, self.model])
         self.optimizer = HybridDeviceOptimizer(
-            self.model.parameters(), 1.0, update_on_device=share, **{**ALL, **settings}, **OPTIONS
+            self.model.parameters(),
+            1.0,
+            **{"update_on_device": share, **ALL, **settings},
+            **OPTIONS,
         )
 
     @property
@@ -317,6 +336,41 @@ def test_slots_grow_with_buckets_that_are_added_later():
     run_ranks(2, _added_later)
 
 
+def _all_back_to_the_host() -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(update_split, "_fastest", lambda *_: 0.0)
+        trained = Trained(None)
+        slots = weakref.ref(trained.optimizer._sides.host_side._streamed._slots[0])
+        for number in range(9):
+            assert trained.optimizer.slots_nbytes > 0
+            trained.step(number)
+            trained.optimizer.zero_grad()
+        assert trained.optimizer.slots_nbytes == 0
+        assert slots() is None
+        trained.step(9)
+        trained.optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(4))]})
+        trained.step(10)
+        assert trained.optimizer.slots_nbytes == 0
+        trained.optimizer.synchronize()
+
+
+def test_slots_are_freed_when_the_device_is_to_update_nothing():
+    run_ranks(2, _all_back_to_the_host)
+
+
+@pytest.mark.parametrize("asked", [False, True])
+@on_ranks(1)
+def test_times_that_only_choose_a_share_are_not_shown(asked):
+    trained = Trained(None, records_timings=asked)
+    for number in range(3):
+        trained.step(number)
+        trained.optimizer.zero_grad()
+    trained.optimizer.synchronize()
+    assert (trained.optimizer.timings() is not None) == asked
+    with nullcontext() if asked else pytest.raises(RuntimeError, match="records_timings"):
+        trained.optimizer.record_to(NO_TIMELINE)
+
+
 def test_no_share_is_searched_for_parameters_that_the_device_cannot_stream():
     model = Net()
     optimizer = HybridDeviceOptimizer(model.parameters(), 1.0, update_on_device=None, **OPTIONS)
@@ -343,6 +397,43 @@ def _state_dicts() -> None:
 
 def test_states_are_read_and_loaded_after_they_have_come_home():
     run_ranks(2, _state_dicts)
+
+
+READERS: dict[str, Callable[[Trained], Any]] = {
+    "the model's state dict": lambda own: own.model.state_dict(),
+    "the optimizer's": lambda own: own.optimizer.state_dict()["state"],
+    "states": lambda own: list(own.optimizer.state.values()),
+    "get_model_state_dict": lambda own: get_model_state_dict(own.model),
+    "get_optimizer_state_dict": lambda own: get_optimizer_state_dict(own.model, own.optimizer),
+    "get_model_state_dict, whole": lambda own: get_model_state_dict(
+        own.model, options=StateDictOptions(full_state_dict=True)
+    ),
+    "full_tensor": lambda own: [value.full_tensor() for value in own.model.state_dict().values()],
+}
+
+
+def _read_at_once(settings: dict[str, Any]) -> None:
+    waiting, reading = (Trained(0.0, **given) for given in ({}, settings))
+    with random_delays(4):
+        for number, (name, read) in enumerate(READERS.items()):
+            for own in (waiting, reading):
+                own.step(number)
+                own.optimizer.zero_grad()
+            found = _tensors(read(reading))
+            waiting.optimizer.synchronize()
+            expected = _tensors(read(waiting))
+            assert len(found) == len(expected) > 0
+            assert all(map(torch.equal, found, expected)), name
+
+
+def _tensors(tree: Any) -> list[torch.Tensor]:
+    """Copies of this rank's parts, made at once: later writes are not in them."""
+    return [local_tensor(leaf).clone() for leaf in tree_leaves(tree) if torch.is_tensor(leaf)]
+
+
+@pytest.mark.parametrize("executor", EXECUTORS)
+def test_every_reader_of_weights_and_states_waits_for_their_update(executor):
+    run_ranks(2, _read_at_once, EXECUTORS[executor])
 
 
 def test_settings_without_a_streamed_pass_are_rejected():

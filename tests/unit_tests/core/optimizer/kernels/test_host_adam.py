@@ -456,12 +456,76 @@ def test_the_squared_norm_follows_shape_not_memory_and_shows_a_nan(kernels):
     assert torch_adam.squared_norm(torch.tensor(2.0)) == 4.0
 
 
+def raw(tensor: torch.Tensor) -> torch.Tensor:
+    """Its bits, those of a NaN too."""
+    return tensor.view({2: torch.int16, 4: torch.int32}[tensor.element_size()])
+
+
+def with_undo(piece: Piece, offset: int = 0) -> Piece:
+    """The piece with memory for old values, which starts `offset` elements into its storage."""
+    kept = {"weight": piece.weight, **piece.states}
+    return piece._replace(
+        undo={
+            n: torch.full((offset + a.numel(),), 7, dtype=a.dtype)[offset:] for n, a in kept.items()
+        }
+    )
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    numel=st.integers(0, 700),
+    offset=st.integers(0, 40),
+    form=st.sampled_from([form for form in ALL_FORMS if form[1] != SPLIT]),
+    step=st.sampled_from(list(STEPS.values())),
+    body=st.sampled_from(BODIES),
+)
+def test_old_values_are_kept_and_restored_bit_by_bit_and_the_step_is_the_same(
+    kernels, numel, offset, form, step, body
+):
+    grad, weight, moment, out = form
+    before = piece_of(numel, step, grad=grad, weight=weight, moment=moment, out=out)
+    expected, piece = copied(before), with_undo(copied(before), offset)
+    kernels[body].run([expected])
+    kernels[body].run([piece])
+    assert differing(expected, piece) == {}
+    piece.restore_old()
+    for name, own in {"weight": piece.weight, **piece.states}.items():
+        assert torch.equal(raw(own), raw(before.arrays()[name])), name
+
+
+@pytest.mark.parametrize("body", BODIES)
+def test_threads_keep_the_old_values_of_long_pieces(body):
+    pieces = [
+        with_undo(piece_of(numel, STEPS["AdamW"], out=BF16)) for numel in (300_001, 5, 64_000)
+    ]
+    before = [copied(piece) for piece in pieces]
+    HostAdam(3, body=body).run(pieces)
+    for piece, old in zip(pieces, before, strict=True):
+        assert differing(piece, old).keys() >= {"weight", "exp_avg", "exp_avg_sq"}
+        assert torch.equal(raw(piece.undo["weight"]), raw(old.weight))
+        for name, state in old.states.items():
+            assert torch.equal(raw(piece.undo[name]), raw(state))
+
+
+def test_pieces_with_old_values_join_where_those_are_adjacent_too():
+    whole = with_undo(piece_of(400, STEPS["AdamW"]))
+    parts = [whole.part(0, 150), whole.part(150, 250)]
+    (joined_piece,) = merged(parts)
+    assert joined_piece.undo["exp_avg"].numel() == 400
+    apart = parts[1]._replace(undo={n: kept.clone() for n, kept in parts[1].undo.items()})
+    assert len(merged([parts[0], apart])) == 2
+
+
 @pytest.mark.parametrize("body", BODIES)
 def test_what_cannot_be_carried_out_is_refused(body):
     kernel = HostAdam(1, body=body)
     piece = piece_of(8, STEPS["AdamW"])
     with pytest.raises(ValueError, match="Expected grad of 8 elements"):
         kernel.run([piece._replace(grad=torch.zeros(7))])
+    with pytest.raises(ValueError, match="Expected undo of"):
+        kernel.run([piece._replace(undo={"weight": torch.zeros(8)})])
+    with pytest.raises(ValueError, match="without a remainder"):
+        kernel.run([with_undo(piece_of(8, STEPS["AdamW"], weight=SPLIT))])
     elsewhere = piece.mapped(lambda array: array.to("meta"))
     with pytest.raises(ValueError, match="Expected tensors on the CPU, got meta"):
         kernel.run([elsewhere])

@@ -9,12 +9,14 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from megatron.core.distributed.fsdp import (
     FsdpModule,
     MixedPrecisionPolicy,
     microbatch,
 )
+from megatron.core.distributed.fsdp.context import is_backward_running
 from megatron.core.distributed.fsdp.parameter_group import group_of
 from tests.helpers.ranks import on_ranks, run_ranks
 from tests.unit_tests.core.distributed.fsdp.fully_shard.helpers.stacks import (
@@ -86,6 +88,100 @@ def test_an_unused_parameter_has_no_gradient_until_it_is_used_in_some_microbatch
                 with microbatch(context, is_last=not is_scoped or number == 2):
                     loss_of(model(own_batch(number))).backward()
             assert_gradients(model, _sum_of_gradients(plain, uses))
+
+
+# Gradients to which no other rank adds
+
+
+class Reentrant(Stack):
+    """Runs its only layer twice, which the backward computes again in two nested backwards."""
+
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__(1, dtype)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(2):
+            x = checkpoint(self.layers[0], x, use_reentrant=True)
+        return x
+
+
+def gradients_of(model: nn.Module) -> list[torch.Tensor]:
+    return [parameter.grad.to_local().clone() for parameter in model.parameters()]
+
+
+@pytest.mark.parametrize("make", [Stack, Reentrant])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@on_ranks(1)
+def test_alone_a_rank_adds_up_the_gradients_of_autograd_as_they_are(
+    strategy: str, dtype: torch.dtype, make: type[Stack]
+) -> None:
+    plain = make(dtype=dtype)
+    model = copy.deepcopy(plain)
+    policy = MixedPrecisionPolicy(main_grads_dtype=torch.float32)
+    units = model.layers if make is Stack else [model]
+    context = shard(*units, strategy=strategy, policy=policy)
+    sums = [torch.zeros_like(each, dtype=torch.float32) for each in plain.parameters()]
+
+    for number in range(3):
+        for own in (plain, model):
+            with microbatch(context, is_last=number == 2):
+                x = own_batch(number, dtype).requires_grad_()
+                loss_of(own(x)).backward()
+        for total, parameter in zip(sums, plain.parameters(), strict=True):
+            total += parameter.grad
+        clear_gradients(plain)
+        # Nested backwards add their parts one by one.
+        close = {"rtol": 0.0, "atol": 0.0} if make is Stack else {"rtol": 1e-2, "atol": 1e-2}
+        torch.testing.assert_close(gradients_of(model), sums, **close)
+        # As a program that scales its sums by hand.
+        torch._foreach_mul_([parameter.grad for parameter in model.parameters()], 0.75)
+        torch._foreach_mul_(sums, 0.75)
+
+
+@pytest.mark.parametrize("way", ["zero", "none", "replace"])
+@on_ranks(1)
+def test_alone_a_cleared_or_replaced_gradient_starts_the_next_sum(way: str) -> None:
+    plain = Pair()
+    model = copy.deepcopy(plain)
+    shard(model, strategy="optim")
+    for own in (plain, model):
+        loss_of(own(own_batch())).backward()
+        for parameter in own.parameters():
+            if way == "replace":
+                parameter.grad = torch.ones_like(parameter)
+        if way != "replace":
+            own.zero_grad(set_to_none=way == "none")
+        own.uses_second = way != "none"
+        for number in (1, 2):
+            loss_of(own(own_batch(number))).backward()
+    assert [own.grad is None for own in model.parameters()] == [False, way == "none"]
+    for found, own in zip(model.parameters(), plain.parameters(), strict=True):
+        assert found.grad is None or torch.equal(found.grad.to_local(), own.grad)
+    (group,) = groups_of(model)
+    # The optimizer may read all of it.
+    assert group.main_grad.local_buffer.isfinite().all()
+    assert way != "none" or not group.main_grad.get_local_tensor(1).any()
+
+
+@on_ranks(1)
+def test_alone_a_unit_whose_backward_failed_keeps_the_sums_before_it() -> None:
+    model = Stack()
+    context = shard(model, strategy="optim")
+    loss_of(model(own_batch())).backward()
+    before = gradients_of(model)
+
+    def fail(_: nn.Module) -> None:
+        if is_backward_running():
+            raise ArithmeticError("no way")
+
+    model.layers[0].look = fail
+    with pytest.raises(ArithmeticError, match="no way"):
+        loss_of(model(own_batch(1))).backward()
+    with torch.no_grad():
+        model(own_batch())  # drops what the failed backward has left
+    settle(context)
+    assert all(map(torch.equal, gradients_of(model), before))
 
 
 # Gradients as autograd and optimizers see them

@@ -29,6 +29,8 @@ Adam, AdamW, SGD = torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD
 FORWARD = {"overlap_step_with_forward": True}
 ALL = {**FORWARD, "fetch_during_backward": True}
 IN_ORDER = {"overlap_cpu_optimizer_d2h_h2d": False}
+# By which others than the host's pass update buckets in host memory, with `ALL`.
+EXECUTORS = {"streamed": {"update_on_device": 1.0}, "half streamed": {"update_on_device": 0.5}}
 OVERLAPS = [IN_ORDER, {}, ALL]
 FRACTIONS = [0.0, 0.3, 1.0]
 BF16 = torch.bfloat16

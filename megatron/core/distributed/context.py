@@ -1,0 +1,302 @@
+"""Context parallelism: the positions of each row divided over ranks.
+
+Each rank of a group has a contiguous slice of each row. What a layer does position by position
+needs no other rank. Where it mixes positions, `PositionExchange` takes the place of
+`Attention.context` and `GatedDeltaNet.context`. Eight positions and four heads on two ranks:
+
+    inputs      rank 0: positions 0-3 of heads 0-3      rank 1: positions 4-7 of heads 0-3
+    to_heads    rank 0: positions 0-7 of heads 0, 1     rank 1: positions 0-7 of heads 2, 3
+    core        whole rows: every kernel, window, mask and recurrence stays as it is
+    to_positions: the reverse
+
+Each is one all-to-all, and the backward of either is the other, on gradients. Both only copy, so
+neither rounds. Queries, keys and values travel together, in the layout [positions, batch, channels
+of the receiving rank]: packing is one copy, and what arrives is read in place.
+
+With `all_gather` attention's queries stay, and every rank gathers the keys and values of all
+positions, which any number of ranks can do; in backward each rank adds up its share of their
+gradients, in fp32 and in the order of the ranks. Gated delta nets always exchange heads.
+
+Exchanges are collectives of the thread that computes, on its current stream; see [Note: order of
+exchanges] in experts.py, whose invariant they keep: which exchanges there are does not depend on
+the tokens.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from megatron.core.distributed.fsdp.collectives import all_gather_on_device
+from megatron.core.distributed.fsdp.group_plan import THE_MODEL
+from megatron.core.issued_collectives import issuing
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.transformer.attention_core import Attention
+from megatron.core.transformer.gated_delta_net import GatedDeltaNet
+from megatron.core.transformer.moe_layer import MoELayer
+from megatron.core.transformer.router import Router
+from megatron.core.transformer.sequence_slice import SequenceSlice
+from megatron.core.transformer.spec import GatedDeltaNetSpec, Mixer
+
+Record = Callable[[nn.Module, bool], None]
+
+A2A, ALL_GATHER = "a2a", "all_gather"  # as --cp-comm-type has them
+
+
+def check_context(mixers: Iterable[Mixer], num_ranks: int, comm_type: str) -> None:
+    """ValueError unless so many ranks can divide the heads of a decoder's mixers, where they
+    exchange heads.
+    """
+    for mixer in mixers:
+        if isinstance(mixer, GatedDeltaNetSpec):
+            num_heads, kind, remedy = mixer.num_value_heads, "value heads of gated delta nets", ""
+        elif comm_type == A2A:
+            num_heads, kind, remedy = mixer.num_heads, "attention heads", ", or all_gather"
+        else:
+            continue
+        if num_heads % num_ranks:
+            raise ValueError(
+                f"Expected {kind} that {num_ranks} ranks of context parallelism can divide "
+                f"equally{remedy}, got {num_heads}."
+            )
+
+
+def divide_context(
+    model: nn.Module, group: dist.ProcessGroup, comm_type: str, record: Record | None = None
+) -> None:
+    """Has every mixer of a decoder in `model` reach the positions of all ranks of `group`.
+
+    A `GPTModel` cuts its slice of the rows that all ranks give it; layers without one must be given
+    their slice. Attention that is not causal, to the patches of images, stays as it is.
+
+    Args:
+        comm_type: "a2a" or "all_gather", see above.
+        record: called with a mixer, and whether in backward, before its heads or their gradients
+            travel, in the thread that computes.
+
+    Raises:
+        ValueError: see `check_context`.
+    """
+    num_ranks = dist.get_world_size(group)
+    mixers: dict[str, Attention | GatedDeltaNet] = {}
+    specs: list[Mixer] = []
+    for name, module in model.named_modules():
+        if isinstance(module, Attention) and module.core_spec.is_causal:
+            mixers[name] = module
+            specs.append(module.core_spec)
+        elif isinstance(module, GatedDeltaNet):
+            mixers[name] = module
+            specs.append(module.spec)
+    check_context(specs, num_ranks, comm_type)
+
+    for name, module in mixers.items():
+        noted = None if record is None else partial(record, module)
+        module.context = PositionExchange(group, comm_type, name or THE_MODEL, noted)
+
+    own = SequenceSlice(dist.get_rank(group), num_ranks, partial(_total, group))
+    for part in model.modules():
+        if isinstance(part, (GPTModel, MoELayer, Router)):
+            part.sequence_slice = own
+
+
+def _total(group: dist.ProcessGroup, tensor: Tensor) -> Tensor:
+    """See `SequenceSlice.total`."""
+    apply: Any = _Total.apply
+    summed: Tensor = apply(tensor, group)
+    return summed
+
+
+class PositionExchange:
+    """The exchange of one mixer's positions among the ranks of a group. Implements
+    `ContextExchange`.
+
+    All ranks of the group call its methods in the same order.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        comm_type: str,
+        name: str = THE_MODEL,
+        record: Callable[[bool], None] | None = None,
+    ) -> None:
+        """
+        Args:
+            comm_type: "a2a" or "all_gather".
+            name: name of the mixer, for messages.
+            record: called before heads travel (False), and before their gradients do (True).
+        """
+        self.rank = dist.get_rank(group)
+        self.num_ranks = dist.get_world_size(group)
+        self.gathers_keys = comm_type == ALL_GATHER
+        self._group = group
+        self._name = name
+        self._record = record
+
+    def to_heads(self, *parts: Tensor) -> tuple[Tensor, ...]:
+        """See `ContextExchange.to_heads`."""
+        apply: Any = _ToHeads.apply  # torch declares it without types
+        received: tuple[Tensor, ...] = apply(self, *(self._repeated(part, 2) for part in parts))
+        return received
+
+    def to_positions(self, part: Tensor) -> Tensor:
+        """See `ContextExchange.to_positions`."""
+        apply: Any = _ToPositions.apply
+        received: Tensor = apply(self, part)
+        return received
+
+    def gather(self, *parts: Tensor) -> tuple[Tensor, ...]:
+        """See `ContextExchange.gather`."""
+        apply: Any = _Gather.apply
+        gathered: tuple[Tensor, ...] = apply(self, *parts)
+        return gathered
+
+    def own(self, per_head: Tensor) -> Tensor:
+        """See `ContextExchange.own`."""
+        return self._repeated(per_head, 0).chunk(self.num_ranks)[self.rank]
+
+    def all_to_all(self, sent: Tensor, *, is_backward: bool) -> Tensor:
+        """Sends each rank its row of [ranks, ...]. The same shape, with the row of each rank."""
+        self._note(is_backward)
+        received = torch.empty_like(sent)
+        with issuing(f"all-to-all of the heads of {self._name}", sent):
+            dist.all_to_all_single(received, sent, group=self._group)
+        return received
+
+    def all_gather(self, sent: Tensor) -> Tensor:
+        """[ranks, ...]: the tensor of each rank, in forward."""
+        self._note(False)
+        received = sent.new_empty(self.num_ranks, *sent.shape)
+        with issuing(f"all-gather of the keys and values of {self._name}", sent):
+            all_gather_on_device(received.flatten(), sent.flatten(), group=self._group)
+        return received
+
+    def _note(self, is_backward: bool) -> None:
+        if self._record is not None:
+            self._record(is_backward)
+
+    def _repeated(self, part: Tensor, dim: int) -> Tensor:
+        """With each head as often as there are ranks to have it, so that ranks divide the heads.
+        The gradient of a head is the sum over its copies.
+        """
+        num_heads = part.shape[dim]
+        num_copies = math.lcm(num_heads, self.num_ranks) // num_heads
+        return part if num_copies == 1 else part.repeat_interleave(num_copies, dim=dim)
+
+
+def _send_heads(
+    exchange: PositionExchange, parts: Sequence[Tensor], *, is_backward: bool
+) -> tuple[Tensor, ...]:
+    """[batch, seq / ranks, heads, dim] -> [batch, seq, heads / ranks, dim]."""
+    num_ranks = exchange.num_ranks
+    # By the rank that gets them: [ranks, seq / ranks, batch, heads / ranks, dim]
+    divided = [part.unflatten(2, (num_ranks, -1)).permute(2, 1, 0, 3, 4) for part in parts]
+    sent = _packed(divided)
+    received = exchange.all_to_all(sent, is_backward=is_backward)
+    return tuple(part.flatten(0, 1).transpose(0, 1) for part in _unpacked(received, divided))
+
+
+def _send_positions(
+    exchange: PositionExchange, parts: Sequence[Tensor], *, is_backward: bool
+) -> tuple[Tensor, ...]:
+    """[batch, seq, heads / ranks, dim] -> [batch, seq / ranks, heads, dim]."""
+    # By the rank that gets them: [ranks, seq / ranks, batch, heads / ranks, dim]
+    divided = [part.transpose(0, 1).unflatten(0, (exchange.num_ranks, -1)) for part in parts]
+    received = exchange.all_to_all(_packed(divided), is_backward=is_backward)
+    return tuple(part.permute(2, 1, 0, 3, 4).flatten(2, 3) for part in _unpacked(received, divided))
+
+
+def _packed(parts: Sequence[Tensor]) -> Tensor:
+    """Parts [..., heads, dim] as one tensor [..., channels of all], in the narrowest dtype, as
+    elements of which wider ones travel.
+    """
+    dtype = _narrowest(parts)
+    flat = [part.flatten(-2) for part in parts]
+    return torch.cat(
+        [part if part.dtype == dtype else part.contiguous().view(dtype) for part in flat], dim=-1
+    )
+
+
+def _unpacked(packed: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
+    """The reverse: parts of the shapes and dtypes of `like`."""
+    itemsize = packed.dtype.itemsize
+    widths = [math.prod(part.shape[-2:]) * part.dtype.itemsize // itemsize for part in like]
+    return [
+        (flat if flat.dtype == part.dtype else flat.contiguous().view(part.dtype)).unflatten(
+            -1, part.shape[-2:]
+        )
+        for flat, part in zip(packed.split(widths, dim=-1), like, strict=True)
+    ]
+
+
+def _narrowest(parts: Sequence[Tensor]) -> torch.dtype:
+    return min((part.dtype for part in parts), key=lambda dtype: dtype.itemsize)
+
+
+class _ToHeads(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, exchange: PositionExchange, *parts: Tensor) -> tuple[Tensor, ...]:
+        ctx.exchange = exchange
+        return _send_heads(exchange, parts, is_backward=False)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        return None, *_send_positions(ctx.exchange, gradients, is_backward=True)
+
+
+class _ToPositions(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, exchange: PositionExchange, part: Tensor) -> Tensor:
+        ctx.exchange = exchange
+        return _send_positions(exchange, (part,), is_backward=False)[0]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        return None, *_send_heads(ctx.exchange, (gradient,), is_backward=True)
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, exchange: PositionExchange, *parts: Tensor) -> tuple[Tensor, ...]:
+        ctx.exchange = exchange
+        own = [part.transpose(0, 1) for part in parts]  # [seq / ranks, batch, heads, dim]
+        gathered = exchange.all_gather(_packed(own)).flatten(0, 1)
+        return tuple(part.transpose(0, 1) for part in _unpacked(gathered, own))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        exchange = ctx.exchange
+        whole = [part.transpose(0, 1) for part in gradients]  # [seq, batch, heads, dim]
+        sent = _packed(whole).unflatten(0, (exchange.num_ranks, -1))
+        received = exchange.all_to_all(sent, is_backward=True)
+        own = received.sum(0, dtype=torch.float32).to(sent.dtype)
+        return None, *(part.transpose(0, 1) for part in _unpacked(own, whole))
+
+
+class _Total(torch.autograd.Function):
+    """The sum over ranks. All of them make the same loss of it, so the gradient of the sum of their
+    losses is a multiple of this rank's, without communication.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.num_ranks = dist.get_world_size(group)
+        summed = tensor.clone(memory_format=torch.contiguous_format)
+        with issuing("all-reduce of a router's statistics", summed):
+            dist.all_reduce(summed, group=group)
+        return summed
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        return gradient * ctx.num_ranks, None
