@@ -3,16 +3,16 @@
     python -m benchmarks.muon_step
 
 The same GPTs of about 30M and 120M parameters on two ranks, from the same weights: bf16 compute,
-fp32 main weights and momentum, gradients reduced in fp32, Newton-Schulz in bf16, AdamW for what is
-no matrix. A step is a forward and a backward of few tokens and an update, of which the update alone
+fp32 main weights and momentum, gradients reduced in fp32, Newton-Schulz in bf16, AdamW for other
+weights. A step is a forward and a backward of few tokens and an update, of which the update alone
 is measured, too. Both sides update the same matrices, and their losses must agree.
 
     ours        each matrix goes to one rank, and its update back to the ranks of its rows
-    FSDP2       as users of PyTorch's FSDP2 write it: each rank gathers every update in bf16, runs
+    FSDP2       as users of PyTorch FSDP2 write it: each rank gathers every update in bf16, runs
                 the Newton-Schulz iteration of `torch.optim.Muon`, and writes its own rows
 
 Then, with `--iterations`, examples/gpt_cpu.yaml is trained with AdamW and with Muon on the text of
-`make data`. The learning rates are the best of those tried for each, see `RATES`.
+`make data`. `RATES` has the best learning rate found for each.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ BENCHMARK = Benchmark(
     "matrices gathered on every rank",
     ranks=1,
     full=("--rounds=5", "--iterations=500"),
-    quick=("--sizes", "2x128", "--rounds=2", "--iterations=4", "--documents=60"),
+    quick=("--sizes", "2x128", "--rounds=2"),
 )
 
 OURS, FSDP2 = "ours", "FSDP2, gathered"
@@ -125,7 +125,7 @@ class Round(NamedTuple):
 
 
 class Size(NamedTuple):
-    """What was measured of a model of one size."""
+    """The measurements of a model of one size."""
 
     num_parameters: int
     rounds: dict[str, list[Round]]
@@ -226,18 +226,17 @@ def train(folder: Path, num_iterations: int, options: Sequence[str]) -> dict[str
 def main(argv: Sequence[str] | None = None) -> None:
     """Measures steps, and trains."""
     parser = report.parser_of(__doc__)
-    parser.add_argument("--sizes", nargs="+", default=["6x512", "12x768"], metavar="LAYERSxHIDDEN")
+    parser.add_argument("--sizes", nargs="+", default=["8x512", "16x768"], metavar="LAYERSxHIDDEN")
     parser.add_argument("--tokens", type=int, default=512, help="of a rank's microbatch")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--iterations", type=int, default=0, help="of the trainings on text")
-    parser.add_argument("--documents", type=int, help="of text; default: all there are")
     arguments = parser.parse_args(argv)
 
     sizes = on_own_ranks(NUM_RANKS, measure, arguments)
     runs = {}
     if arguments.iterations:
         with tempfile.TemporaryDirectory(prefix="benchmark-") as name:
-            prepare_text(Path(name), arguments.documents)
+            prepare_text(Path(name), None)
             for side, options in RATES.items():
                 runs[side] = train(Path(name), arguments.iterations, options)
     report.hand_over(result_of(sizes, runs, arguments), arguments.output)

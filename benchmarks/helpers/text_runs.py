@@ -18,7 +18,7 @@ NUM_RANKS = 2
 
 
 def run(folder: Path, *words: str) -> None:
-    """Runs Python in a folder. RuntimeError with what it printed last, if it fails."""
+    """Runs Python in a folder. RuntimeError with its last lines of output, if it fails."""
     log = folder / "log.txt"
     paths = (str(ROOT), os.environ.get("PYTHONPATH", ""))
     environment = {
@@ -37,9 +37,7 @@ def run(folder: Path, *words: str) -> None:
 
 
 def prepare_text(folder: Path, num_documents: int | None) -> None:
-    """What the example reads, with a tokenizer trained on it: so many documents of the standard
-    library, or all.
-    """
+    """Makes the text that the examples read, with a tokenizer trained on it."""
     data = folder / "data"
     data.mkdir()
     whole, text = data / "whole.jsonl", data / "stdlib.jsonl"

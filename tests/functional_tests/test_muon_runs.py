@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.functional_tests.helpers.runs import losses, train
+from tests.functional_tests.helpers.runs import logged, losses, train
+from tests.helpers.hf_models import save_model
+from tests.helpers.ranks import run_ranks
 
 MUON = (
     "--optimizer muon --num-layers 2 --normalization RMSNorm --swiglu --ffn-hidden-size 24 "
@@ -68,3 +70,22 @@ def test_each_flag_of_muon_changes_what_is_computed(tmp_path: Path):
         train(*MUON, *change, "--metrics-jsonl", metrics)
         seen.add(tuple(losses(metrics).values()))
     assert len(seen) == len(changes)
+
+
+@pytest.mark.parametrize("family", ["qwen3_5_text", "deepseek_v3", "gpt_oss"])
+def test_a_hugging_face_model_is_fine_tuned_with_muon(family: str, tmp_path: Path):
+    pytest.importorskip("transformers")
+    folder = save_model(tmp_path / "model", family)
+    flags = (
+        f"--hf-model {folder} --seq-length 16 --mock-data --num-workers 0 --micro-batch-size 2 "
+        "--global-batch-size 4 --train-iters 3 --eval-iters 0 --lr 1e-3 --lr-decay-style constant "
+        "--bf16"
+    ).split()
+    found = {}
+    for rule in ("muon", "adam"):
+        metrics = tmp_path / f"{rule}.jsonl"
+        run_ranks(2, logged, [*flags, "--optimizer", rule, "--metrics-jsonl", str(metrics)])
+        found[rule] = [*losses(metrics).values()]
+    assert found["muon"][0] == found["adam"][0], "both start from the weights of the directory"
+    assert found["muon"][1:] != found["adam"][1:]
+    assert found["muon"][2] == pytest.approx(found["adam"][2], rel=0.05), "at AdamW's rate"
