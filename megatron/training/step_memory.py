@@ -311,7 +311,7 @@ def _in_use(model: GPTModel, states: PlannedMemory, config: EngineConfig, world_
             if not group.defers_all_axes:
                 of_one = max(of_one, group.partial_grads_nbytes)
             numel = max(math.prod(parameter.shape) for parameter in group.parameters)
-            if group.requires_grad and not group.skips_reduction:
+            if group.requires_grad:
                 largest = max(largest, numel // group.layout.num_blocks * group.dtype.itemsize)
             if unit.module is model:
                 root_weights += group.whole_weights_nbytes
@@ -327,7 +327,7 @@ def _in_use(model: GPTModel, states: PlannedMemory, config: EngineConfig, world_
     # axes at once, in the two groups that are in flight.
     is_one = _num_microbatches(config, world_size) == 1
     deferred = min(partial, 2 * of_one) if is_one else partial
-    # A gradient of autograd, before it is copied to its module's buffer.
+    # A gradient of autograd, before its module has room for more.
     of_backward = root_gradients + _largest_two(gradients) + largest + deferred + lane
     return InUse(root_weights, root_weights + of_layers + of_backward)
 

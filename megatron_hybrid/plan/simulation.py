@@ -1,8 +1,8 @@
-"""When tasks begin and end that wait for each other and share resources: a discrete-event model.
+"""A discrete-event model of tasks that wait for each other and share resources.
 
-A lane does its tasks one at a time, in their order. Tasks of different lanes run at the same time;
-where they ask a shared resource for more than it has, such as host memory for bandwidth, all of
-them get the same share of what they ask for. Rates change only where a task begins or ends.
+A lane runs one task at a time, in the order of the list. Tasks of different lanes overlap. If they
+demand more of a resource, such as host memory bandwidth, than it provides, each gets the same
+fraction of its demand. Speeds change only when a task starts or ends.
 """
 
 from __future__ import annotations
@@ -10,18 +10,18 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-# Of a task's seconds. Tasks that end at the same time differ by rounding.
+# Fraction of a task's seconds: rounding errors must not separate tasks that end together.
 _ROUNDING = 1e-9
 
 
 class Task(NamedTuple):
-    """Work of a lane.
+    """A task of one lane.
 
     Attributes:
-        kind: what it is counted as.
-        seconds: how long it takes where it shares nothing.
-        after: indices of the tasks that end before it begins; all are smaller than its own.
-        uses: amounts that it takes of shared resources.
+        kind: category for `waits`.
+        seconds: duration at full speed.
+        after: indices of earlier tasks in the list that must end first.
+        uses: amounts of shared resources, by name.
     """
 
     lane: str
@@ -32,10 +32,10 @@ class Task(NamedTuple):
 
 
 class Span(NamedTuple):
-    """The time of a task.
+    """Start and end of a task.
 
     Attributes:
-        cause: index of the task whose end it waited for; None: it began at 0.
+        cause: index of the task whose end started this one; None: the task starts at 0.
     """
 
     begin: float
@@ -47,13 +47,13 @@ def simulate(tasks: Sequence[Task], rates: Mapping[str, float]) -> list[Span]:
     """Returns the time of each task.
 
     Args:
-        rates: of shared resources, in amounts per second; others are not limited.
+        rates: capacity of each shared resource per second; other resources are unlimited.
     """
     return _Simulation(tasks, rates).run()
 
 
 class _Simulation:
-    """The tasks that have begun and those that wait."""
+    """Running and waiting tasks."""
 
     def __init__(self, tasks: Sequence[Task], rates: Mapping[str, float]) -> None:
         self._tasks, self._rates = tasks, rates
@@ -88,7 +88,7 @@ class _Simulation:
         return [self._spans[index] for index in range(len(self._tasks))]
 
     def _demanded(self, task: Task) -> dict[str, float]:
-        """What a task takes of each limited resource in a second at full speed."""
+        """Returns the demand for each limited resource per second at full speed."""
         return {
             name: amount / task.seconds
             for name, amount in task.uses.items()
@@ -96,7 +96,7 @@ class _Simulation:
         }
 
     def _begin(self, ready: list[tuple[int, int | None]]) -> None:
-        """Begins tasks, each with its cause, and all that follow after tasks of no time."""
+        """Starts tasks, given with their causes, and the successors of empty tasks."""
         while ready:
             index, cause = ready.pop()
             self._begins[index] = self._now, cause
@@ -106,7 +106,7 @@ class _Simulation:
                 ready += self._end(index)
 
     def _end(self, index: int) -> list[tuple[int, int | None]]:
-        """Ends a task, and returns those that now begin."""
+        """Ends a task and returns the tasks that can start now."""
         begin, cause = self._begins.pop(index)
         self._spans[index] = Span(begin, self._now, cause)
         ready = list[tuple[int, int | None]]()
@@ -120,10 +120,10 @@ class _Simulation:
 def _speeds(
     demands: Mapping[int, Mapping[str, float]], rates: Mapping[str, float]
 ) -> dict[int, float]:
-    """The speed of each running task, 1 where it gets all that it asks for.
+    """Returns the speed of each running task; 1 is full speed.
 
-    All speeds rise together until a resource has no more to give: those that use it stay there,
-    and the others rise on.
+    All speeds rise together until a resource is exhausted. Tasks that use it keep this speed, and
+    the speeds of the others rise further.
     """
     speeds: dict[int, float] = {}
     rising, free = dict(demands), dict(rates)
@@ -146,10 +146,10 @@ def _speeds(
 def waits(
     tasks: Sequence[Task], spans: Sequence[Span], lane: str
 ) -> Iterator[tuple[int, str, float]]:
-    """Yields (index, kind, seconds) for each task of a lane before which the lane was idle.
+    """Yields (index, kind, seconds) for each task of a lane that starts after an idle period.
 
-    The idle time is attributed to what it waited for: the work of other lanes along the chain of
-    causes since the lane's own work that began it, in proportion.
+    The idle time is divided among tasks of other lanes, in proportion to their durations: the chain
+    of causes back to the lane's last own task.
     """
     free = 0.0
     for index, (task, span) in enumerate(zip(tasks, spans, strict=True)):

@@ -279,24 +279,27 @@ class _Gather(torch.autograd.Function):
         whole = [part.transpose(0, 1) for part in gradients]  # [seq, batch, heads, dim]
         sent = _packed(whole).unflatten(0, (exchange.num_ranks, -1))
         received = exchange.all_to_all(sent, is_backward=True)
-        own = received.sum(0, dtype=torch.float32).to(sent.dtype)
+        wide = torch.promote_types(sent.dtype, torch.float32)
+        own = received.sum(0, dtype=wide).to(sent.dtype)
         return None, *(part.transpose(0, 1) for part in _unpacked(own, whole))
 
 
 class _Total(torch.autograd.Function):
-    """The sum over ranks. All of them make the same loss of it, so the gradient of the sum of their
-    losses is a multiple of this rank's, without communication.
-    """
+    """The sum over ranks, and in backward the sum of the gradients of all ranks' losses."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.num_ranks = dist.get_world_size(group)
-        summed = tensor.clone(memory_format=torch.contiguous_format)
-        with issuing("all-reduce of a router's statistics", summed):
-            dist.all_reduce(summed, group=group)
-        return summed
+        ctx.group = group
+        return _summed(tensor, group)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        return gradient * ctx.num_ranks, None
+        return _summed(gradient, ctx.group), None
+
+
+def _summed(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+    summed = tensor.clone(memory_format=torch.contiguous_format)
+    with issuing("all-reduce over ranks that divide sequences", summed):
+        dist.all_reduce(summed, group=group)
+    return summed

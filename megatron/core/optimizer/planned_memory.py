@@ -202,7 +202,7 @@ class _Planner:
                     group.grad_dtype,
                     group.dtype,
                     has_main=True,
-                    is_watched=bool(sharded_axes(group.placements.optimizer)),
+                    is_watched=any(sharded_axes(group.placements.optimizer)),
                 )
                 for group in buckets
             ]

@@ -396,6 +396,8 @@ class Muon(ElementwiseRule):
 
     def scalars(self, options: Mapping[str, Any], step: int) -> MuonStep | AdamStep:
         if options["use_muon"]:
+            # A state dict of torch's has them: its scales may be others than the group's.
+            check_unset(options, "Muon", ("adjust_lr_fn", "ns_coefficients"))
             return MuonStep.of(options)
         return self.scalar.scalars({**options, "eps": options["adam_eps"]}, step)
 

@@ -51,6 +51,7 @@ def test_ranks_along_several_axes_have_one_group() -> None:
     assert group_over(mesh, (0, 1, 2)) is dist.group.WORLD
 
 
+@on_ranks(4)
 def test_sequences_are_divided_over_consecutive_ranks() -> None:
     mesh = build_context_mesh("cpu", 4, 2)
     assert (mesh.mesh_dim_names, mesh.mesh.tolist()) == (("samples", "cp"), [[0, 1], [2, 3]])

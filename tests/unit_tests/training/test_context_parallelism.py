@@ -261,6 +261,19 @@ def test_losses_norms_and_loads_are_those_of_whole_sequences(name: str) -> None:
     run_ranks(4, _compare, CASES[name])
 
 
+def _patches_in_the_tower() -> set[int]:
+    case, seen = CASES["images"], set[int]()
+    engine = engine_of(case, 4)
+    engine.model.vision_model.register_forward_pre_hook(lambda _, inputs: seen.add(len(inputs[0])))
+    train(engine, case, range(1))
+    return seen
+
+
+def test_ranks_that_divide_a_sequence_divide_its_images() -> None:
+    # Images of 24, 4, 16, 8 and 4 patches.
+    assert run_ranks(4, _patches_in_the_tower) == [{24}, {4}, {16}, {8 + 4}]
+
+
 def _with_other_sharding() -> None:
     case = CASES["experts on two ranks"]
     expected = train(engine_of(case, 1), case)

@@ -19,9 +19,9 @@ has deferred a reduction is remembered apart from the gradients, alike on all ra
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from itertools import zip_longest
 from typing import NamedTuple
 
@@ -53,7 +53,7 @@ class ReductionStep:
     received: Collection[int]  # parameters that have a gradient in `source`
     divisor: float
 
-    @property
+    @cached_property
     def axes(self) -> list[int]:
         """The mesh axes to reduce over, from the last one, where cut axes are, to the first."""
         pairs = list(zip(self.source.placements, self.target.placements, strict=True))
@@ -302,17 +302,13 @@ class GroupGradients:
 
     def move(self, step: ReductionStep, label: Label) -> Move:
         """A step of a reduction, as a lane's work."""
-        group = None
-        carry_out_step: Callable[[ReductionStep, Label], None] = self._carry_out
-        if self._plan.skips_reduction:
-            carry_out_step = self._add_own
-        elif len(step.axes) == 1 and isinstance(step.target.placements[step.axes[0]], Shard):
-            (axis,) = step.axes
-            group = self._process_groups.get(axis) or self._mesh.get_group(axis)
-        work = partial(carry_out_step, step)
+        group, axes = None, [] if self._plan.skips_reduction else step.axes
+        if len(axes) == 1 and isinstance(step.target.placements[axes[0]], Shard):
+            group = self._process_groups.get(axes[0]) or self._mesh.get_group(axes[0])
+        work = partial(self._carry_out, step)
         return Move(work, group, step.source.local_buffer, self._plan.comm_dtype, label)
 
-    def _add_own(self, step: ReductionStep, _: Label) -> None:
+    def _add_own(self, step: ReductionStep) -> None:
         """Adds autograd's gradients to the sums in `main`."""
         for index, target in enumerate(step.target_rows):
             if index not in step.received:
@@ -330,6 +326,10 @@ class GroupGradients:
                 target.copy_(gradient)
 
     def _carry_out(self, step: ReductionStep, label: Label) -> None:
+        if self._plan.skips_reduction:
+            self._add_own(step)
+            return
+
         indices, kept = set(range(len(self._slots))), set(step.kept)
         missing, junk = indices.difference(step.received), indices - kept
         # Zero does not change an existing sum. Otherwise NaN makes sure that what

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron.core.log import counted
@@ -20,6 +23,7 @@ from megatron.core.options import ConfigError, expect
 from megatron.core.transformer.config import TransformerConfig
 from megatron.core.transformer.documents import Documents
 from megatron.core.transformer.layer_specs import model_spec
+from megatron.core.transformer.sequence_slice import SequenceSlice
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,6 +39,21 @@ class Images:
 
     patches: Tensor
     grids: tuple[PatchGrid, ...]
+
+    def share(self, number: int, count: int) -> range:
+        """Indices of the images that one of `count` ranks computes: about an equal share of the
+        patches, of whole images.
+        """
+        starts = [0, *itertools.accumulate(grid.num_patches for grid in self.grids)]
+        owners = [start * count // starts[-1] for start in starts[:-1]]
+        return range(bisect_left(owners, number), bisect_left(owners, number + 1))
+
+    def of(self, indices: range) -> Images:
+        """Some of them, consecutive ones."""
+        before = sum(grid.num_patches for grid in self.grids[: indices.start])
+        grids = self.grids[indices.start : indices.stop]
+        count = sum(grid.num_patches for grid in grids)
+        return Images(self.patches[before : before + count], grids)
 
 
 class VisionLanguageModel(nn.Module):
@@ -126,8 +145,31 @@ class VisionLanguageModel(nn.Module):
         if images is None:
             # The tower runs without images, too: other ranks may have some, and sharded weights are
             # gathered by all ranks or by none.
-            images = self._blank(tokens.device)
+            return self._projected(self._blank(tokens.device))
 
+        part = self.language_model.sequence_slice
+        return self._projected(images) if part is None else self._divided(images, part)
+
+    def _divided(self, images: Images, part: SequenceSlice) -> tuple[Tensor, list[Tensor]]:
+        """As `_projected`, of which each rank that has a part of the same sequences computes some
+        images.
+        """
+        indices = images.share(part.rank, part.size)
+        own = images.of(indices) if indices else self._blank(images.patches.device)
+        ends = [0, *itertools.accumulate(grid.num_patches for grid in images.grids)]
+        first, stop, total = (
+            end // self.vision.patches_per_token
+            for end in (ends[indices.start], ends[indices.stop], ends[-1])
+        )
+
+        def gathered(features: Tensor) -> Tensor:
+            return part.total(F.pad(features[: stop - first], (0, 0, first, total - stop)))
+
+        features, between = self._projected(own)
+        return gathered(features), [gathered(each) for each in between]
+
+    def _projected(self, images: Images) -> tuple[Tensor, list[Tensor]]:
+        """The features of images, for the decoder's input and for its first layers."""
         output = self.vision_model(images.patches, images.grids)
         between = [
             project(part)

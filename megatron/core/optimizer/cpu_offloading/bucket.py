@@ -280,7 +280,7 @@ class FsdpBucket(Bucket):
         self._fetched: int | None = None  # main_versions of the gradients in `grad`
         self._owner: weakref.ref[object] | None = None
         # A parameter without a shard is read without a call that this project sees.
-        self.is_watched = bool(sharded_axes(group.placements.optimizer))
+        self.is_watched = any(sharded_axes(group.placements.optimizer))
 
         whole = [self._slot(index) for index in self._indices]
         self._start, numel = 0, group.main_weight.range.numel
@@ -422,7 +422,7 @@ class FsdpBucket(Bucket):
     def _assigned(
         self, gradients: Sequence[tuple[Slot, torch.Tensor]]
     ) -> list[tuple[Slot, torch.Tensor]]:
-        """Those that a caller assigned, and that are outside of the group's buffer."""
+        """Gradients that a caller assigned, which are outside of the group's buffer."""
         pairs = zip(self.slots, self._indices, strict=True)
         indices = {id(slot.parameter): index for slot, index in pairs}
         return [

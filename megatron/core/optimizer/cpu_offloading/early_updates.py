@@ -1,13 +1,13 @@
 """`EarlyUpdates`: the host updates buckets before the norm of the gradients is known.
 
-    backward   the bucket's gradients have come down: it is updated as if they needed no factor but
-               the expected one. The kernel copies the old values to an undo log as it reads them.
-    step       the factor is the expected one: the update is final, and its weights go up. Otherwise
-               the old values are restored, and the bucket is updated anew.
+    backward   once the gradients of a bucket are in host memory, it is updated with the expected
+               factor of the gradients. The kernel copies old values to an undo log.
+    step       With the expected factor, the update is final, and its weights go up. Otherwise the
+               old values are restored, and the bucket is updated again.
 
-Nothing else sees the new values before the step: whoever reads or writes main weights or states
-has the old ones restored first (`Bucket.settle`). So an early update changes no bit of a run. It
-only moves work of the host into the backward, where its threads have nothing else to do.
+Readers and writers of main weights and states call `Bucket.settle` first, which restores the old
+values before the step. So an early update changes no bit of a run. It moves work of the host into
+the backward, during which the host's threads are idle.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class EarlyUpdate:
         return self._to(EarlyPhase.STARTED) is EarlyPhase.STARTED
 
     def drop(self) -> bool:
-        """Drops the update if nothing has been written; returns whether that is so."""
+        """Drops the update if it has not started; returns whether it is dropped."""
         return self._to(EarlyPhase.DROPPED) is EarlyPhase.DROPPED
 
     def expire(self) -> bool:
@@ -111,7 +111,7 @@ class EarlyUpdates:
 
     After a step whose factor was another one than expected, there are none for 1 step, then for 2,
     4 and so on up to 64, until a factor is the expected one again: clipping in every step costs
-    next to nothing. The factor is the same on all ranks, and so is this.
+    little. The factor is the same on all ranks, and so are the pauses.
 
     At most two updates have started and not ended. The others can still be dropped, so that a step
     serves the forward's first layers first.

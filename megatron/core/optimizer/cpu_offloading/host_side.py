@@ -87,7 +87,7 @@ class HostSide:
         timings: the recorder of their times.
         shown_timings: the same recorder with `records_timings`; otherwise one without effect.
         nbytes_by_state: bytes of host memory by purpose.
-        early_nbytes: those of them that early updates need.
+        early_nbytes: bytes among them that early updates need.
     """
 
     def __init__(self, device: Device, settings: HybridSettings) -> None:
@@ -247,8 +247,8 @@ class HostSide:
             self._early.grad_scale = grad_scale
 
     def begin_early(self, executor: Executor, fetched: Event) -> None:
-        """Queues the early update of a bucket whose gradients are on their way down, if that is
-        possible and worth while.
+        """Queues the early update of a bucket whose gradients are being fetched, if it is possible
+        and useful.
         """
         bucket, early = executor.bucket, self._early
         is_measuring = self._chooser is not None and not self._chooser.is_done
@@ -415,7 +415,7 @@ class HostSide:
         if self._streamed is not None:
             self._streamed.close()
         for bucket in self.buckets:
-            # The model keeps the main weights. Updates that failed are nobody's any more.
+            # The model keeps the main weights. No caller is left for the error of an update.
             with contextlib.suppress(Exception):
                 bucket.settle()
         self.executors, self._places, self.nbytes_by_state = [], {}, {}

@@ -64,7 +64,7 @@ class Piece(NamedTuple):
         Raises:
             ValueError: for arrays of unequal length or device, not contiguous, of a dtype that is
                 not listed above, for an `out` that shares only a part of `grad`'s memory, and for
-                an `undo` that is not like what it keeps.
+                an `undo` that is not like the weight and the states.
         """
         _check_dtype("grad", self.grad, FLOAT_DTYPES)
         _check_dtype(
@@ -106,7 +106,7 @@ class Piece(NamedTuple):
         return arrays | {f"undo {name}": kept for name, kept in (self.undo or {}).items()}
 
     def keep_old(self) -> None:
-        """Copies weight and states to `undo`, if there is one: for kernels that do not copy them as
+        """Copies weight and states to `undo`, if any. Called by kernels that do not copy them as
         they read them.
         """
         for name, kept in (self.undo or {}).items():

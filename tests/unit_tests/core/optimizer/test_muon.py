@@ -232,6 +232,17 @@ def test_states_load_into_the_rules_that_their_groups_have():
             optimizer.load_state_dict(saved)
 
 
+def test_options_of_torchs_muon_that_have_other_names_are_not_loaded_silently():
+    theirs = torch.optim.Muon(parameters(MATRICES))
+    ours = RuleOptimizer(parameters(MATRICES), Muon())
+    with pytest.raises(ValueError, match="ns_coefficients"):
+        ours.load_state_dict(theirs.state_dict())
+    state = theirs.state_dict()
+    for name in ("ns_coefficients", "adjust_lr_fn"):
+        del state["param_groups"][0][name]
+    ours.load_state_dict(state)
+
+
 def test_a_copy_of_the_optimizer_steps_as_the_original():
     matrices, others = parameters(MATRICES), parameters(OTHERS)
     optimizer = RuleOptimizer(groups_of(matrices, others), Muon(), **OPTIONS)

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from megatron.core.device import Device
 from megatron.core.dist_checkpointing.fsdp_checkpoint import load_checkpoint, save_checkpoint
 from megatron.core.distributed.fsdp import (
     Flat,
@@ -35,7 +34,7 @@ from megatron.core.optimizer import matrix_pass
 from megatron.core.optimizer.kernels.newton_schulz import MuonStep
 from megatron.core.optimizer.rule_optimizer import RuleOptimizer
 from megatron.core.optimizer.rules import Muon
-from tests.helpers.ranks import on_ranks, random_delays, run_ranks
+from tests.helpers.ranks import on_ranks, run_ranks
 
 FP32 = MixedPrecisionPolicy(main_params_dtype=torch.float32, main_grads_dtype=torch.float32)
 AVG = Partial("avg")
@@ -126,6 +125,8 @@ def sharded(way: str) -> tuple[nn.Module, FsdpContext | None]:
                 "cpu", (*shape[:-1], shape[-1] // EP, EP), mesh_dim_names=kept.dp_axes
             )
             fully_shard(model.experts, expert_mesh, kept, FP32, grad_divisor=EP)
+        else:
+            fully_shard(model.experts, mesh, dense, FP32)
         for module in (model.first, model):
             fully_shard(module, mesh, dense, FP32)
     return model, context
@@ -342,20 +343,33 @@ def test_matrices_that_are_cut_between_columns_are_rejected():
     assert torch.equal(parameter.full_tensor(), torch.ones(4, 4))
 
 
+class Reading:
+    """An event of a reader that reads no sooner than it is awaited."""
+
+    def __init__(self, parameters: Sequence[Tensor], found: list[Tensor]) -> None:
+        self._parameters, self._found = parameters, found
+        self._has_read = False
+
+    def is_done(self) -> bool:
+        return self._has_read
+
+    def synchronize(self) -> None:
+        if not self._has_read:
+            self._has_read = True
+            self._found.extend(each._local_tensor.clone() for each in self._parameters)
+
+
 @on_ranks(2)
 def test_readers_on_one_rank_get_what_they_hold_and_all_ranks_step_in_one_order():
     model, context = sharded("optim_grads_params")
     optimizer = optimizer_of(model)
     train(model, optimizer, range(2), context)
-    weights = [parameter._local_tensor.clone() for parameter in model.parameters()]
-    found: list[Any] = []
-    with random_delays(dist.get_rank()):
-        lane = Device("cpu").host_lane("reader")
-        for unit in reversed(optimizer.state_units()):
-            if dist.get_rank() == 0:
-                own = [parameter._local_tensor for parameter in unit.parameters]
-                unit.hold(lane.enqueue(lambda own=own: found.extend(map(torch.clone, own))))
-        train(model, optimizer, range(2, STEPS), context)
+    weights = [p._local_tensor.clone() for p in model.parameters() if p.requires_grad]
+    found: list[Tensor] = []
+    for unit in reversed(optimizer.state_units()):
+        if dist.get_rank() == 0:
+            unit.hold(Reading(unit.parameters, found))
+    train(model, optimizer, range(2, STEPS), context)
     assert differing(values(model, optimizer), trained_alone(STEPS)) == []
     assert len(found) == (len(weights) if dist.get_rank() == 0 else 0)
     assert all(any(torch.equal(each, old) for old in weights) for each in found)

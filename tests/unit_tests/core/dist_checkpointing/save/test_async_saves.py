@@ -156,7 +156,7 @@ def _saves_values(
         (1, None, range(4), {}),
         (2, 0.5, range(4), {}),
         (2, 1.0, range(4), EXECUTORS["streamed"]),
-        (1, 1.0, range(4), EXECUTORS["half streamed"]),
+        (1, 1.0, range(4), EXECUTORS["early and streamed"]),
         *(
             pytest.param(world_size, fraction, range(20), {}, marks=pytest.mark.wide)
             for world_size, fraction in itertools.product((1, 2), FRACTIONS)

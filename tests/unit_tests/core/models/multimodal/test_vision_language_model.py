@@ -149,3 +149,15 @@ def test_decoders_that_cannot_take_images_are_refused(
 def test_towers_that_cannot_be_built_are_refused(changed: dict[str, Any], told: str) -> None:
     with pytest.raises(ConfigError, match=told):
         dataclasses.replace(VISION, **changed)
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 8])
+def test_shares_of_images_are_all_of_them_in_their_order(count: int) -> None:
+    images = image_batch().images
+    shares = [images.share(number, count) for number in range(count)]
+    assert [index for share in shares for index in share] == [*range(len(images.grids))]
+    parts = [images.of(share) for share in shares]
+    assert torch.equal(torch.cat([part.patches for part in parts]), images.patches)
+    assert sum((part.grids for part in parts), start=()) == images.grids
+    for part in parts:
+        assert sum(grid.num_patches for grid in part.grids) == len(part.patches)

@@ -16,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.core.device import Device
+from megatron.core.distributed.fsdp.parameter_group import group_of
 from megatron.core.dtensors import local_tensor
 from megatron.core.lanes import InlineLane
 from megatron.core.optimizer.cpu_offloading.early_updates import EarlyUpdates
@@ -178,9 +179,11 @@ def _unit(trained: Trained) -> torch.Tensor:
     return _flat(p for unit in units for p in unit.parameters)
 
 
-def _reloaded(trained: Trained) -> torch.Tensor:
-    """Compute weights that are made anew from the main weights, for a forward."""
-    trained.optimizer.reload_parameters()
+def _recovered(trained: Trained) -> torch.Tensor:
+    """The output of a forward whose weights are made anew from the main weights."""
+    groups = [group_of(layer.first.weight) for layer in trained.model.layers]
+    for group in (*groups, group_of(trained.model.before.weight)):
+        group.recover()
     with torch.no_grad():
         return trained.model(torch.ones(1, DIM, dtype=trained.setting.dtype))
 
@@ -207,7 +210,7 @@ READS: dict[str, Callable[[Trained], torch.Tensor]] = {
         for group in optimizer.param_groups
     ),
     "units": _unit,
-    "compute weights": _reloaded,
+    "compute weights": _recovered,
 }
 
 
@@ -401,8 +404,21 @@ def _beside() -> None:
         assert found.shares[1:] == [share] * 3
 
 
-def test_streamed_buckets_beside_early_ones():
+def _becomes_streamed() -> None:
+    def between(trained: Trained, number: int) -> None:
+        # As when parameters are added, with which the split is chosen again.
+        for bucket in trained.side.buckets if number == 2 else ():
+            bucket.is_streamed = trained.side.early_nbytes > 0
+
+    trained = Trained(ROOM, **OPTIONS, update_on_device=1e-6)
+    found = course(trained, between=between)
+    assert_same(found, course(Trained(0), between=between))
+    assert found.shares == [0.0, 1.0, 0.0, 0.0]
+
+
+def test_streamed_buckets_have_no_early_updates():
     run_ranks(2, _beside)
+    run_ranks(2, _becomes_streamed)
 
 
 def _outlived() -> None:

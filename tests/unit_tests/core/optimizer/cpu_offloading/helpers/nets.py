@@ -29,8 +29,13 @@ Adam, AdamW, SGD = torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD
 FORWARD = {"overlap_step_with_forward": True}
 ALL = {**FORWARD, "fetch_during_backward": True}
 IN_ORDER = {"overlap_cpu_optimizer_d2h_h2d": False}
-# By which others than the host's pass update buckets in host memory, with `ALL`.
-EXECUTORS = {"streamed": {"update_on_device": 1.0}, "half streamed": {"update_on_device": 0.5}}
+# With `ALL`: buckets in host memory are updated by others than the host's pass after `step`.
+EXECUTORS: dict[str, dict[str, Any]] = {
+    "streamed": {"update_on_device": 1.0},
+    "half streamed": {"update_on_device": 0.5},
+    "early": {"early_update_bytes": 1 << 30},
+    "early and streamed": {"early_update_bytes": 1 << 30, "update_on_device": 0.5},
+}
 OVERLAPS = [IN_ORDER, {}, ALL]
 FRACTIONS = [0.0, 0.3, 1.0]
 BF16 = torch.bfloat16
