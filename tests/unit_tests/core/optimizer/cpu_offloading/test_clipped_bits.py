@@ -123,7 +123,7 @@ def _check(clipping: str, coefficients: Sequence[float]) -> None:
 
 @pytest.mark.parametrize(
     ("clipping", "executors", "moments"),
-    [("mixed", ["streamed"], {}), ("non-finite", ["auto", "half streamed"], BF16_MOMENTS)],
+    [("mixed", ["streamed", "early"], {}), ("non-finite", ["auto", "half streamed"], BF16_MOMENTS)],
 )
 def test_clipped_and_skipped_steps_have_the_bits_of_a_run_without_offload(
     clipping, executors, moments

@@ -30,7 +30,11 @@ FORWARD = {"overlap_step_with_forward": True}
 ALL = {**FORWARD, "fetch_during_backward": True}
 IN_ORDER = {"overlap_cpu_optimizer_d2h_h2d": False}
 # By which others than the host's pass update buckets in host memory, with `ALL`.
-EXECUTORS = {"streamed": {"update_on_device": 1.0}, "half streamed": {"update_on_device": 0.5}}
+EXECUTORS = {
+    "streamed": {"update_on_device": 1.0},
+    "half streamed": {"update_on_device": 0.5},
+    "early": {"early_update_bytes": 1 << 24},
+}
 OVERLAPS = [IN_ORDER, {}, ALL]
 FRACTIONS = [0.0, 0.3, 1.0]
 BF16 = torch.bfloat16
