@@ -327,13 +327,15 @@ def _exchange(
     group: dist.ProcessGroup,
 ) -> Callable[[], torch.Tensor]:
     """Starts an exchange. Returns a function that waits for it and returns `received`."""
-    work = dist.all_to_all_single(
-        received, sent, received_numels, sent_numels, group=group, async_op=True
-    )
+    name = f"all-to-all of {sent.numel()} elements of matrices"
+    with issuing(name, received):
+        work = dist.all_to_all_single(
+            received, sent, received_numels, sent_numels, group=group, async_op=True
+        )
 
     def wait() -> torch.Tensor:
         # This function keeps what is sent alive, too.
-        with issuing(f"all-to-all of {sent.numel()} elements of matrices", received):
+        with issuing(name, received):
             work.wait()
         return received
 
