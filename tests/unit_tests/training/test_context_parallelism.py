@@ -354,7 +354,7 @@ def _exchanges_once_more() -> str:
     engine = engine_of(Case(), 2)
     train(engine, Case(), range(1))
     if dist.get_rank() == 1:
-        engine.model.decoder.layers[1].self_attention.context._note(is_backward=True)
+        engine.model.decoder.layers[1].self_attention.exchange._note(is_backward=True)
     with pytest.raises(RuntimeError) as caught:
         train(engine, Case(), range(1))
     return str(caught.value)
