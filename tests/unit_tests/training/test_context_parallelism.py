@@ -80,7 +80,7 @@ class Case(NamedTuple):
     Attributes:
         model: options of TransformerConfig beyond `SHAPE`.
         has_documents: whether rows hold documents, of which some cross the cuts, and padding.
-        has_images: whether the model reads images, of which each microbatch has five.
+        has_images: whether the model reads images, of which each microbatch but one has five.
         expert_size: ranks that divide the experts.
     """
 
@@ -107,7 +107,7 @@ class Case(NamedTuple):
 
 
 def read_images(model: nn.Module, batch: Batch) -> torch.Tensor:
-    images = Images(batch["patches"], batch["grids"])
+    images = Images(batch["patches"], batch["grids"]) if batch["grids"] else None
     weights = mean_of_all(batch["labels"])
     loss: torch.Tensor = model(
         batch["tokens"],
@@ -198,6 +198,8 @@ def samples(step: int, case: Case) -> list[Batch]:
     # One microbatch has nothing to learn in its second half: the loss of some ranks is zero.
     masks = (torch.rand(rows[..., 1:].shape, generator=generator) < 0.7).float()
     masks[1, :, SEQ // 2 :] = 0.0
+    # And one of the second step has nothing at all.
+    masks[2] *= step != 1
     found: list[Batch] = []
     for row, mask in zip(rows, masks, strict=True):
         batch: Batch = {"tokens": row[:, :-1], "labels": row[:, 1:].contiguous(), "loss_mask": mask}
@@ -212,12 +214,14 @@ def samples(step: int, case: Case) -> list[Batch]:
 def _with_images(number: int) -> Batch:
     batch = image_batch()
     tokens = batch.tokens[:, :20]  # all but filler
+    has_images = number != 11
+    tokens = tokens if has_images else tokens % 7 + 1
     return {
         "tokens": tokens,
         "labels": (tokens + number) % VOCAB,
         "positions": batch.positions[..., :20],
         "patches": batch.images.patches + 0.1 * number,
-        "grids": batch.images.grids,
+        "grids": batch.images.grids if has_images else (),
     }
 
 
