@@ -208,7 +208,7 @@ class Bucket(ABC):
             self.early = None
 
     def expire_early(self) -> None:
-        """Before `grad` is written to: the early update, if there is one, does not become final."""
+        """Before `grad` is written to: the early update, if any, does not become final."""
         with self._early_lock:
             if self.early is not None and self.early.expire():
                 self.early = None
