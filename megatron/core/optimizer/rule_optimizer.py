@@ -160,9 +160,9 @@ class RuleOptimizer(PlanningOptimizer):
         try:
             _check_dtypes(group["params"])
             self.rule.scalars(group, 1)
-            self._divide_rule(group)
             if self.rule.part_for(group).takes_matrices:
                 _matrix_rows(group)
+            self._states.divide_rule(self.param_groups)
         except (ValueError, NotImplementedError):
             self.param_groups.pop()
             raise
@@ -202,8 +202,7 @@ class RuleOptimizer(PlanningOptimizer):
                 A step allocates none for them.
         """
         # Programs may have put other parameters into the groups.
-        for group in self.param_groups:
-            self._divide_rule(group)
+        self._states.divide_rule(self.param_groups)
         for parameter in self._parameters():
             is_stepped = (
                 parameter.requires_grad
@@ -230,6 +229,7 @@ class RuleOptimizer(PlanningOptimizer):
             raise ValueError(
                 f"Expected a parameter of this optimizer, got another, of {tuple(param.shape)}."
             )
+        self._states.divide_rule(self.param_groups)
         self._states.check_remainders(param, store_param_remainders)
         self._revision += 1
         self._holds.wait()
@@ -395,6 +395,7 @@ class RuleOptimizer(PlanningOptimizer):
         Raises:
             ValueError: for a state that `param` does not have, and for other tensors.
         """
+        self._states.divide_rule(self.param_groups)
         dtypes = self._states.dtypes_of(param)
         if state_name not in dtypes:
             raise ValueError(f"Expected one of {sorted(dtypes)}, got {state_name!r}.")
@@ -429,6 +430,7 @@ class RuleOptimizer(PlanningOptimizer):
             state_dict = state_dict if changed is None else changed
 
         # All checks first: a rejected dict must leave the optimizer unchanged.
+        self._states.divide_rule(self.param_groups)
         states = states_by_parameter(self.param_groups, state_dict, self.rule)
         for number, (parameter, saved) in enumerate(states.items()):
             check_states(saved, parameter, number, self._states.dtypes_of(parameter))
@@ -475,12 +477,6 @@ class RuleOptimizer(PlanningOptimizer):
                 rows = None if matrix_rows is None else matrix_rows[index]
                 planned.append(_Planned(parameter, local, number, scalars[number], rows))
         return planned
-
-    def _divide_rule(self, group: Mapping[str, Any]) -> None:
-        """Gives the parameters of a group the part of the rule that is theirs."""
-        rule = self.rule.part_for(group)
-        for parameter in group["params"]:
-            self._states.add(parameter, rule)
 
     def _with_master(self, parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
         return [parameter for parameter in parameters if MASTER in self.state[parameter]]

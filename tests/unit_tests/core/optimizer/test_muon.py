@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -184,6 +186,41 @@ def test_parameters_put_into_the_groups_later_get_the_rules_of_these():
         assert {*optimizer.state[others[0]]} == {"step", "exp_avg", "exp_avg_sq"}
         runs.append(matrices + others)
     assert all(map(torch.equal, *runs))
+
+
+def test_parameters_put_into_the_groups_later_load_states_and_the_others_are_freed():
+    saved = RuleOptimizer(groups_of(parameters(MATRICES), parameters(OTHERS)), Muon(), **OPTIONS)
+    saved.init_state()
+    state_dict = saved.state_dict()
+    matrices, others = parameters(MATRICES), parameters(OTHERS)
+    for change in ("load_state_dict", "set_scaled_state", "initialize_state"):
+        before, also = parameters(MATRICES), parameters(OTHERS)
+        optimizer = RuleOptimizer(groups_of(before, also), Muon(), **OPTIONS)
+        optimizer.param_groups[0]["params"] = matrices
+        optimizer.param_groups[1]["params"] = others
+        if change == "load_state_dict":
+            optimizer.load_state_dict(state_dict)
+        elif change == "set_scaled_state":
+            optimizer.set_scaled_state(others[0], "exp_avg_sq", torch.ones_like(others[0]))
+        else:
+            optimizer.initialize_state(others[0])
+        assert {*optimizer.state[others[0]]} == {"step", "exp_avg", "exp_avg_sq"}, change
+        freed = [weakref.ref(parameter) for parameter in before + also]
+        del before, also
+        gc.collect()
+        assert [reference() for reference in freed] == [None] * len(freed), change
+
+
+def test_a_group_that_changes_its_rule_after_a_step_is_an_error():
+    (matrix,) = parameters(((8, 4),))
+    optimizer = RuleOptimizer([matrix], Muon(), **OPTIONS)
+    give_gradients([matrix], 0)
+    optimizer.step()
+    optimizer.param_groups[0]["use_muon"] = False
+    before = matrix.detach().clone()
+    with pytest.raises(ValueError, match="exp_avg"):
+        optimizer.step()
+    assert torch.equal(matrix, before)
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
