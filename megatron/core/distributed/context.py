@@ -2,7 +2,7 @@
 
 Each rank of a group has a contiguous slice of each row. What a layer does position by position
 needs no other rank. Where it mixes positions, `PositionExchange` takes the place of
-`Attention.context` and `GatedDeltaNet.context`. Eight positions and four heads on two ranks:
+`Attention.exchange` and `GatedDeltaNet.exchange`. Eight positions and four heads on two ranks:
 
     inputs      rank 0: positions 0-3 of heads 0-3      rank 1: positions 4-7 of heads 0-3
     to_heads    rank 0: positions 0-7 of heads 0, 1     rank 1: positions 0-7 of heads 2, 3
@@ -98,7 +98,7 @@ def divide_context(
 
     for name, module in mixers.items():
         noted = None if record is None else partial(record, module)
-        module.context = PositionExchange(group, comm_type, name or THE_MODEL, noted)
+        module.exchange = PositionExchange(group, comm_type, name or THE_MODEL, noted)
 
     own = SequenceSlice(dist.get_rank(group), num_ranks, partial(_total, group))
     for part in model.modules():

@@ -74,12 +74,12 @@ class Attention(nn.Module, abc.ABC):
     Attributes:
         sinks: [num_heads], the sinks' logits, if they are learned.
         linear_proj: projection of the heads' results to the layer's output.
-        context: how the core gets the positions of other ranks; None: this rank has all positions.
+        exchange: how the core gets the positions of other ranks; None: this rank has all positions.
             Context parallelism sets it.
     """
 
     linear_proj: Linear
-    context: ContextExchange | None = None
+    exchange: ContextExchange | None = None
 
     def __init__(self, core_spec: AttentionSpec, dropout: float, recomputes_core: bool) -> None:
         super().__init__()
@@ -125,13 +125,13 @@ class Attention(nn.Module, abc.ABC):
 
     def core(self, mixed: tuple[Tensor, ...], documents: Documents | None) -> Tensor:
         """Returns each head's weighted sums of values: [batch, heads, seq, value_dim]."""
-        if self.context is None or self.context.gathers_keys:
+        if self.exchange is None or self.exchange.gathers_keys:
             return self._recomputable_core(mixed, documents)
 
-        heads = self.context.to_heads(*(part.transpose(1, 2) for part in mixed))
+        heads = self.exchange.to_heads(*(part.transpose(1, 2) for part in mixed))
         # Outside of what is recomputed: whole rows of some heads take no more memory than slices.
         output = self._recomputable_core(tuple(part.transpose(1, 2) for part in heads), documents)
-        return self.context.to_positions(output.transpose(1, 2)).transpose(1, 2)
+        return self.exchange.to_positions(output.transpose(1, 2)).transpose(1, 2)
 
     def _recomputable_core(self, mixed: tuple[Tensor, ...], documents: Documents | None) -> Tensor:
         query, key, value = mixed
@@ -145,14 +145,14 @@ class Attention(nn.Module, abc.ABC):
     def _core_attention(
         self, query: Tensor, key: Tensor, value: Tensor, documents: Documents | None
     ) -> Tensor:
-        context, spec, sinks = self.context, self.core_spec, self.sinks
+        exchange, spec, sinks = self.exchange, self.core_spec, self.sinks
         dropout = self._dropout if self.training else 0.0
-        if context is not None and context.gathers_keys:
-            keys, values = context.gather(key.transpose(1, 2), value.transpose(1, 2))
+        if exchange is not None and exchange.gathers_keys:
+            keys, values = exchange.gather(key.transpose(1, 2), value.transpose(1, 2))
             heads = query, keys.transpose(1, 2), values.transpose(1, 2)
-            return _attend_from_slice(heads, context.rank, (spec, sinks, dropout), documents)
+            return _attend_from_slice(heads, exchange.rank, (spec, sinks, dropout), documents)
 
-        own_sinks = sinks if context is None or sinks is None else context.own(sinks)
+        own_sinks = sinks if exchange is None or sinks is None else exchange.own(sinks)
         if documents is None:
             return attend(query, key, value, spec, own_sinks, dropout)
         batch = len(query)

@@ -109,10 +109,10 @@ class GatedDeltaNet(nn.Module):
         output_init_std: that of the output projection's.
 
     Attributes:
-        context: see `Attention`.
+        exchange: see `Attention`.
     """
 
-    context: ContextExchange | None = None
+    exchange: ContextExchange | None = None
 
     def __init__(
         self, spec: GatedDeltaNetSpec, hidden_size: int, *, init_std: float, output_init_std: float
@@ -176,7 +176,7 @@ class GatedDeltaNet(nn.Module):
             ),
             dim=-1,
         )
-        if self.context is not None:
+        if self.exchange is not None:
             # What is saved is the exchanged part; a view would keep the rest for backward as well.
             z = z.clone()
         return (mixed, self.decay(alpha), beta.float().sigmoid()), (z,)
@@ -184,18 +184,18 @@ class GatedDeltaNet(nn.Module):
     def core(self, mixed: tuple[Tensor, ...], documents: Documents | None) -> Tensor:
         """Each head's value from its state: [batch, seq, value heads, value_head_dim]."""
         channels, log_decay, beta = mixed
-        if self.context is None:
+        if self.exchange is None:
             return self._core(channels, log_decay, beta, documents, self.conv1d)
 
-        *heads, log_decay, beta = self.context.to_heads(
+        *heads, log_decay, beta = self.exchange.to_heads(
             *self._by_head(channels, -1), log_decay.unsqueeze(-1), beta.unsqueeze(-1)
         )
         channels = torch.cat([part.flatten(2) for part in heads], dim=-1)
-        weights = [self.context.own(part) for part in self._by_head(self.conv1d.weight, 0)]
+        weights = [self.exchange.own(part) for part in self._by_head(self.conv1d.weight, 0)]
         weight = torch.cat([part.flatten(0, 1) for part in weights])
         convolve = partial(causal_conv, weight)
         output = self._core(channels, log_decay.squeeze(-1), beta.squeeze(-1), documents, convolve)
-        return self.context.to_positions(output)
+        return self.exchange.to_positions(output)
 
     def _by_head(self, channels: Tensor, dim: int) -> Iterator[Tensor]:
         """Queries, keys and values, whose channels are at `dim`, as [..., heads, head_dim, ...]."""

@@ -98,7 +98,7 @@ def _steps(training: Training, steps: Sequence[int]) -> list[float]:
     losses = []
     for number in steps:
         losses.append(training.backward(number))
-        training.update(number, grad_scale=0.5 if number == BEFORE_END else 1.0)
+        training.update(grad_scale=0.5 if number == BEFORE_END else 1.0)
     return losses
 
 

@@ -377,4 +377,4 @@ def test_keys_are_gathered_by_any_number_of_ranks():
 def test_attention_to_all_patches_of_an_image_is_not_divided() -> None:
     tower = _build(replace(GROUPED, is_causal=False))
     _divide(A2A, tower)
-    assert tower.context is None
+    assert tower.exchange is None

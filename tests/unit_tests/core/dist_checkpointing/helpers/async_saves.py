@@ -83,14 +83,15 @@ class Training:
         self.with_states = with_states
 
     def backward(self, number: int) -> float:
+        # Before it: early updates begin with this rate.
+        for group in self.optimizer.param_groups:
+            group["lr"] = 1e-2 / (number + 1)
         generator = torch.Generator().manual_seed(10 * number + dist.get_rank())
         loss = (self.model(torch.randn(4, DIM, generator=generator)) - 1).square().mean()
         loss.backward()
         return loss.item()
 
-    def update(self, number: int, grad_scale: float = 1.0) -> None:
-        for group in self.optimizer.param_groups:
-            group["lr"] = 1e-2 / (number + 1)
+    def update(self, grad_scale: float = 1.0) -> None:
         self.optimizer.step(grad_scale=grad_scale)
         self.optimizer.zero_grad()
 

@@ -84,7 +84,7 @@ def _train(fraction: float | None, with_states: bool) -> Trained:
     training, saved = Training(fraction, with_states=with_states), []
     for number in range(1, NUM_STEPS + 1):
         training.backward(number)
-        training.update(number)
+        training.update()
         if number in SAVED_AFTER:
             saved.append(training.parts())
     return Trained(saved, training.parts())
@@ -108,7 +108,7 @@ def _train_and_save(
             training.backward(number)
             assert manager.is_busy or not reads_late or number - 1 not in SAVED_AFTER
             gate.set()
-            training.update(number)
+            training.update()
             if number in SAVED_AFTER:
                 # The previous save has been running until here.
                 manager.finish()
@@ -199,13 +199,13 @@ def hold_back(contents: Contents, unit: int) -> tuple[threading.Event, set[str]]
 def _one_bucket_is_held_back(fraction: float, options: dict[str, Any], root: Path) -> None:
     training = Training(fraction, **options)
     training.backward(1)
-    training.update(1)
+    training.update()
     before, contents = training.parts(), training.contents()
     gate, held = hold_back(contents, -1)
     with saving(root) as manager:
         manager.save(1, contents, {})
         training.backward(2)
-        training.update(2)
+        training.update()
         *others, last = training.optimizer.state_units()
         for unit in others:
             if unit.updated is not None:
@@ -236,7 +236,7 @@ def test_only_the_next_update_of_a_bucket_waits_until_that_bucket_has_been_read(
 def _the_device_is_held_back(fraction: float | None, unit: int, root: Path) -> None:
     training = Training(fraction)
     training.backward(1)
-    training.update(1)
+    training.update()
     before, contents = training.parts(), training.contents()
     on_device = [
         group.unit
@@ -248,7 +248,7 @@ def _the_device_is_held_back(fraction: float | None, unit: int, root: Path) -> N
     with saving(root) as manager:
         manager.save(1, contents, {})
         training.backward(2)
-        stepping = in_thread(lambda: training.update(2))
+        stepping = in_thread(lambda: training.update())
         stepping.join(SOON)
         assert stepping.is_alive()
         # Groups that have been read by then may be updated.
@@ -282,7 +282,7 @@ def _begins_beside_an_update(root: Path) -> None:
 
         patch.setattr(HostAdam, "submit", submit)
         training.backward(1)
-        training.update(1)
+        training.update()
         manager.save(1, training.contents(), {})
         # `save` has returned, and neither the states nor the disk are ready.
         assert manager.is_busy
@@ -301,12 +301,12 @@ def test_a_save_starts_while_updates_are_in_flight_and_the_disk_is_blocked(home)
 def _updates_wait_for_the_disk(fraction: float | None, options: dict[str, Any], root: Path) -> None:
     training, store = Training(fraction, **options), GatedStore(root)
     training.backward(1)
-    training.update(1)
+    training.update()
     before = training.parts()
     with in_place(), saving(root, store) as manager:
         manager.save(1, training.contents(), {})
         training.backward(2)
-        updating = in_thread(lambda: [training.update(2), training.parts()])
+        updating = in_thread(lambda: [training.update(), training.parts()])
         updating.join(SOON)
         assert updating.is_alive()
         assert manager.is_busy
@@ -470,7 +470,7 @@ def _an_update_fails(root: Path) -> None:
     with pytest.MonkeyPatch.context() as patch, saving(root) as manager:
         training.backward(1)
         patch.setattr(HostAdam, "submit", lambda *_: 1 / 0)
-        training.update(1)
+        training.update()
         manager.save(1, training.contents(), {})
         with pytest.raises(
             CheckpointError, match=r"got: ZeroDivisionError: division by zero \(1 failed"

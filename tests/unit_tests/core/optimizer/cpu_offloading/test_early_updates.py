@@ -293,12 +293,13 @@ def _regroup(trained: Trained) -> None:
 
 
 def _another_backward(trained: Trained) -> None:
-    trained.backward(7)
+    # At the same rate.
+    backward(trained.model, trained.context, trained.setting, 7)
 
 
 def _skip(trained: Trained) -> None:
     trained.optimizer.zero_grad()
-    trained.backward(7)
+    _another_backward(trained)
 
 
 def _another_step(trained: Trained) -> None:
