@@ -147,7 +147,7 @@ class RuleOptimizer(PlanningOptimizer):
         self._num_host_threads = num_host_threads
         super().__init__(params, rule.defaults_with(options))
         self._make_parts()
-        # Trying a kernel takes time, and may tell the user something: not at the first step.
+        # Trying a kernel takes time, and may log a warning: not at the first step.
         for parameter in self._parameters():
             device = local_tensor(parameter).device
             if device.type in kinds_of_accelerators():
@@ -330,7 +330,7 @@ class RuleOptimizer(PlanningOptimizer):
             carry_out(batch.updates, grad_scale, partial(self._run, batch.rule))
         if planned.matrices:
             kernel = partial(self._run, self.rule)
-            self._matrix_pass.run(planned.matrices, grad_scale, kernel, self._begin)
+            self._matrix_pass.run(planned.matrices, grad_scale, kernel, self._prepare)
 
         # After the kernels, which may fail: such a step does not count.
         for each in planned.parameters:
@@ -468,7 +468,7 @@ class RuleOptimizer(PlanningOptimizer):
                     continue
 
                 self._states.check(parameter, gradient, self.state[parameter], place)
-                self._kernel(rule, local_tensor(parameter).device)  # raises if there is none
+                self._kernel(rule, local_tensor(parameter).device)  # raises without one
                 # Parameters of a group that have taken the same number of steps share scalars.
                 number = int(self.state[parameter][STEP]) + 1
                 if number not in scalars:
@@ -485,7 +485,7 @@ class RuleOptimizer(PlanningOptimizer):
         for parameter in with_master:
             self._states.follow_writes(parameter, self.state[parameter])
 
-    def _begin(self, batch: MatrixBatch) -> None:
+    def _prepare(self, batch: MatrixBatch) -> None:
         # Readers are waited for batch by batch, in the order of batches, which all ranks share.
         for event in self._holds.events_of(batch.parameters):
             event.synchronize()
@@ -540,7 +540,5 @@ def _matrix_rows(group: Mapping[str, Any]) -> list[tuple[int, ...]]:
     parameters = group["params"]
     given = group.get("matrix_rows") or [None] * len(parameters)
     if len(given) != len(parameters):
-        raise ValueError(
-            f"Expected matrix_rows of {len(parameters)} parameters, got those of {len(given)}."
-        )
+        raise ValueError(f"Expected matrix_rows of {len(parameters)} parameters, got {len(given)}.")
     return [*map(check_matrices, parameters, given)]

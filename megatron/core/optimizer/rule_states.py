@@ -313,8 +313,8 @@ class LocalArray(NamedTuple):
 
 
 class Update(NamedTuple):
-    """One parameter's step over local tensors of one shape and device: those of `Piece`, and states
-    by name.
+    """One parameter's step over local tensors of one shape and device: the arrays of `Piece`, and
+    states by name.
     """
 
     step: Any

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from megatron.core.optimizer import matrix_pass
 from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDeviceOptimizer
@@ -245,6 +246,40 @@ def test_a_plan_is_used_by_its_step_and_planned_again_when_options_change():
         ours.step(grad_scale=0.5, planned=planned)
         theirs.step(grad_scale=0.5)
     assert all(map(torch.equal, own, other))
+
+
+def test_buffers_and_gradients_of_a_step_are_freed_with_it():
+    own = parameters(MATRICES)
+    optimizer = RuleOptimizer(own, Muon(), **OPTIONS)
+    give_gradients(own, 0)
+    planned = optimizer.plan_step()
+    kept = [weakref.ref(batch.buffer) for batch in planned.matrices]
+    kept += [weakref.ref(parameter.grad) for parameter in own]
+    optimizer.step(planned=planned)
+    optimizer.zero_grad()
+    del planned
+    gc.collect()
+    assert [reference() for reference in kept] == [None] * len(kept)
+    assert len(kept) > len(own)
+
+
+class Exchanged:
+    def wait(self) -> None:
+        pass
+
+
+def test_what_an_exchange_sends_stays_in_memory_until_it_is_over(monkeypatch):
+    monkeypatch.setattr(dist, "all_to_all_single", lambda *_, **__: Exchanged())
+    sent, received = torch.ones(4), torch.ones(4)
+    wait = matrix_pass._exchange(sent, received, [4], [4], None)
+    reference = weakref.ref(sent)
+    del sent
+    gc.collect()
+    assert reference() is not None
+    assert wait() is received
+    del wait
+    gc.collect()
+    assert reference() is None
 
 
 def test_states_load_into_the_rules_that_their_groups_have():
