@@ -177,7 +177,7 @@ class GatedDeltaNet(nn.Module):
             dim=-1,
         )
         if self.exchange is not None:
-            # What is saved is the exchanged part; a view would keep the rest for backward as well.
+            # Saved for backward: a view would keep the rest, too.
             z = z.clone()
         return (mixed, self.decay(alpha), beta.float().sigmoid()), (z,)
 
