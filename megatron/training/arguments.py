@@ -308,12 +308,11 @@ class _Settings:
 
     def _samples_per_iteration(self, world_size: int) -> int:
         """0 if the flags for it are missing or wrong."""
-        if not self.spoken_of.isdisjoint(("--micro-batch-size", "--global-batch-size")):
+        names = ("micro_batch_size", "global_batch_size", "context_parallel_size")
+        if not self.spoken_of.isdisjoint("--" + name.replace("_", "-") for name in names):
             return 0
-        micro, whole = (
-            self.values.get(name) or 0 for name in ("micro_batch_size", "global_batch_size")
-        )
-        return int(max(whole or micro * world_size, 0))
+        micro, whole, parts = (self.values.get(name) or 0 for name in names)
+        return int(max(whole or micro * (world_size // max(parts, 1)), 0))
 
 
 def _split(argv: Sequence[str]) -> tuple[list[Given], list[str]]:

@@ -191,10 +191,12 @@ class GatedDeltaNet(nn.Module):
             *self._by_head(channels, -1), log_decay.unsqueeze(-1), beta.unsqueeze(-1)
         )
         channels = torch.cat([part.flatten(2) for part in heads], dim=-1)
+        # Saved for backward; views would keep all that has arrived.
+        log_decay, beta = log_decay.squeeze(-1).clone(), beta.squeeze(-1).clone()
         weights = [self.exchange.own(part) for part in self._by_head(self.conv1d.weight, 0)]
         weight = torch.cat([part.flatten(0, 1) for part in weights])
         convolve = partial(causal_conv, weight)
-        output = self._core(channels, log_decay.squeeze(-1), beta.squeeze(-1), documents, convolve)
+        output = self._core(channels, log_decay, beta, documents, convolve)
         return self.exchange.to_positions(output)
 
     def _by_head(self, channels: Tensor, dim: int) -> Iterator[Tensor]:

@@ -133,6 +133,8 @@ def test_samples_become_iterations_of_the_global_batch(given, line):
 
 def test_samples_are_counted_in_the_batch_that_all_ranks_make_by_default():
     assert "--train-iters 5 " in refusal("--train-samples", "15", world_size=3)[0]
+    divided = "--context-parallel-size 2 --train-samples 15".split()
+    assert "--train-iters 5 " in refusal(*divided, world_size=6)[0]
 
 
 def test_a_wrong_value_of_a_flag_that_must_be_given_is_one_line():

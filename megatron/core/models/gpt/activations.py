@@ -200,7 +200,8 @@ def _latent_attention(spec: LatentAttentionSpec, batch: Microbatch) -> int:
 
 
 def _delta_net(spec: GatedDeltaNetSpec, batch: Microbatch) -> int:
-    key, value, heads = spec.key_size, spec.value_size, spec.num_value_heads
+    key = spec.key_size * batch.num_head_copies(spec.num_key_heads)
+    value, heads = spec.value_size, spec.num_value_heads
     # The projection, the convolution's output, and the input of the output's projection.
     elements = (2 * key + 2 * value + 2 * heads) + (2 * key + value) + value
     # The gated norm of the heads' outputs is composed in fp32; rates and decays are fp32.

@@ -117,6 +117,16 @@ def test_ranks_that_divide_sequences_keep_their_share(comm_type):
             assert found < 1.1 * whole / 4
 
 
+def test_each_rank_with_a_copy_of_a_key_head_of_delta_nets_keeps_it():
+    nets = {"linear_attention_freq": "[1,1]", "linear_num_key_heads": 1, "ffn_hidden_size": 64}
+    nets |= {"linear_key_head_dim": 128, "linear_num_value_heads": 4, "linear_value_head_dim": 8}
+    config = TransformerConfig(**{**BASE, **nets})
+    batch = Microbatch(SIZE, SEQ, 4, "cpu", context_size=4)
+    counted = activation_bytes(model_spec(config), VOCAB, batch).kept
+    for found in run_ranks(4, _saved, config, torch.float32, "a2a"):
+        assert counted == pytest.approx(found, rel=0.05)
+
+
 def test_recomputation_keeps_inputs_and_has_one_layer_at_a_time():
     config = TransformerConfig(**BASE)
     batch = Microbatch(SIZE, SEQ, 2, "cuda")
