@@ -5,8 +5,9 @@ machines that are not here.
     python -m benchmarks.offload_model
 
 The planner's model of a step, for published models, bf16 weights and gradients, fp32 main weights
-and moments, gradients clipped, and microbatches of one sequence of 8192 tokens. Collectives are not
-counted. Each side relative to everything on the device, whether or not that fits there:
+and moments, a gradient norm that never exceeds its limit, and microbatches of one sequence of 8192
+tokens. Collectives are not counted. Each side relative to everything on the device, whether or not
+that fits there:
 
     host        the host updates what is in its memory
     streamed    the device updates the share of it with the shortest step

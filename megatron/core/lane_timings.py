@@ -36,7 +36,7 @@ class LaneTimings(NamedTuple):
     waited_host: float
     waited_h2d: float
     host_bytes: float  # a step, that the update reads and writes; 0: not known
-    early_bytes: float = 0.0  # those of them that were read and written before the step
+    early_bytes: float = 0.0  # the part that was read and written before the step
 
     @property
     def early_share(self) -> float:

@@ -89,7 +89,7 @@ class Answer:
 
     @property
     def muon_share(self) -> float:
-        """The FLOP of Muon's iterations as a fraction of those of forward and backward."""
+        """The FLOP of Muon relative to the FLOP of forward and backward."""
         run = self.run
         size = run.config.parallel.data_parallel_size(run.world_size)
         flops = flops_of_microbatch(run) * run.num_microbatches * size

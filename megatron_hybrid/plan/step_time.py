@@ -9,7 +9,7 @@ second one counts:
                 and the streamed one, in the order of forward
     forward     gathers overlap with it; in the first microbatch, each group waits for its weights
 
-Copies and both passes share host memory. On a CPU device nothing overlaps, and times add up.
+Copies and both passes share host memory. A CPU device has no overlap, and times add up.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Machine:
         host_bytes: bytes that the optimizer's pass in host memory reads and writes.
         interconnect_bytes: bytes that a rank sends or receives in collectives; None: not counted.
         collective_seconds: the latency of a collective.
-        device_is_host: whether the device is the CPU, so that nothing overlaps.
+        device_is_host: whether the device is the CPU, which has no overlap.
         memory_bytes: bytes that passes and copies together read and write in host memory; None: as
             many as they can.
     """
@@ -69,8 +69,8 @@ class GroupWork:
             the device.
         down, up: gradients copied to the host, and weights copied back.
         states: main weights and states in host memory.
-        early_pass: what the optimizer reads and writes if it updates the group before the norm is
-            known, as soon as its gradients have arrived; 0: it does not.
+        early_pass: as `host_pass`, with an undo log, if the optimizer updates the group before the
+            norm is known, as soon as its gradients have arrived; 0: it does not.
         chunks: the number of parts in which the states pass through the device.
         gathered_forward, gathered_backward, reduced: bytes that the rank receives or sends in each
             microbatch.
@@ -131,7 +131,7 @@ class StepTime:
     """The seconds of a step.
 
     Attributes:
-        parts: the computation, and its waits by what it waits for; their sum is the step.
+        parts: the computation, and its waits for each of the others; their sum is the step.
         update_on_device: the share of the states in host memory that the device updates.
         forward: the forward of one microbatch.
         activations: copies of one microbatch's activations, one way.
@@ -226,7 +226,7 @@ class SimulatedStep:
     def time(self) -> StepTime:
         """Returns the time of the second step."""
         spans, begin = self.spans(), self._begin
-        # A step drops early updates that have not begun.
+        # A step drops early updates that have not started.
         norm = spans[self._end].end
         late = {index for index, task in self._early.items() if spans[task].begin >= norm}
         if late:
@@ -253,8 +253,8 @@ class SimulatedStep:
     # One step
 
     def _last_backward(self) -> int:
-        """Adds the last microbatch's backward with what begins during it, and the norm, whose index
-        it returns.
+        """Adds the last microbatch's backward, the work that starts during it, and the norm;
+        returns the index of the norm.
         """
         done, reduced = list[int](), list[int]()
         for index in reversed(range(len(self._work.groups))):
@@ -321,7 +321,7 @@ class SimulatedStep:
         self._add(COMPUTE, LINK, self._exposed_activations()[0])
 
     def _middle(self) -> None:
-        """Adds the microbatches in between, in which nothing waits for the optimizer."""
+        """Adds the microbatches in between, which never wait for the optimizer."""
         groups, num = self._work.groups, self._work.num_microbatches - 1
         gathers, others = (
             sum(map(self._seconds, nbytes))

@@ -69,7 +69,7 @@ def work_of(run: PlannedRun, fraction: float | None) -> Work:
 
 
 def _groups(run: PlannedRun, parts: Sequence[_Part], config: RunConfig) -> tuple[GroupWork, ...]:
-    """Returns the groups in the order of forward, and one for what has no layer: the loss."""
+    """Returns the groups in the order of forward, and one that has no layer: the loss."""
     of_layers = _layer_flops(run)
     counts = Counter(_layer_of(part.name) for part in parts)
     rest = flops_of_microbatch(run) / 3

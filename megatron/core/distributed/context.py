@@ -1,8 +1,8 @@
 """Context parallelism: the positions of each row divided over ranks.
 
-Each rank of a group has a contiguous slice of each row. Most of a layer is computed position by
-position, and needs no other rank. Mixers reach the positions of other ranks by a
-`PositionExchange`, their `exchange`. Eight positions and four heads on two ranks:
+Each rank of a group has a contiguous slice of each row. Most of a layer treats positions separately
+and needs no other rank. Mixers do: `PositionExchange` takes the place of `Attention.exchange` and
+`GatedDeltaNet.exchange`. Eight positions and four heads on two ranks:
 
     inputs      rank 0: positions 0-3 of heads 0-3      rank 1: positions 4-7 of heads 0-3
     to_heads    rank 0: positions 0-7 of heads 0, 1     rank 1: positions 0-7 of heads 2, 3

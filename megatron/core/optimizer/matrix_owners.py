@@ -41,7 +41,7 @@ class HeldMatrices(NamedTuple):
 
 
 class Matrix(NamedTuple):
-    """A matrix among those of several parameters."""
+    """One of the matrices of several parameters."""
 
     parameter: int  # index
     first_row: int  # of the parameter
@@ -86,10 +86,10 @@ class Division(NamedTuple):
 
 def divide(parameters: Sequence[HeldMatrices], loads: list[int]) -> Division:
     """Finds the owners of all matrices of which a place holds rows. The most expensive matrix comes
-    first; each goes to the place with the least to do among those that hold some of it.
+    first; each goes to the place with the smallest load of all that hold some of it.
 
     Args:
-        loads: the cost of what each place has to do already, which grows.
+        loads: the cost of the matrices that each place owns already, which grows.
 
     Raises:
         ValueError: for a matrix that places hold only in part.
@@ -127,7 +127,7 @@ def _owners(matrices: Sequence[Matrix], segments: Sequence[Segment], loads: list
     for segment in segments:
         holders[segment.matrix].append(segment.place)
 
-    # Whoever has a matrix whole keeps it, so these come first.
+    # A place that has a whole matrix keeps it, so these matrices come first.
     def order(number: int) -> tuple[bool, int]:
         return len(holders[number]) > 1, -matrices[number].cost
 

@@ -2,7 +2,7 @@
 
 A step has three phases for each batch of parameters:
 
-    1  elementwise      update the momentum, write what is to be orthogonalized, in bf16
+    1  elementwise      update the momentum, write its mix with the gradient, in bf16
        all-to-all       rows -> whole matrices on their owners, see matrix_owners.py
     2  by matrix        orthogonalize
        all-to-all       the way back, in the same memory
@@ -29,6 +29,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import NamedTuple
 
 import torch
@@ -48,7 +49,7 @@ from megatron.core.optimizer.rule_states import LocalArray, PlannedUpdates, Upda
 # Of a batch on each rank: 64 MiB in bf16. All ranks together have enough matrices then.
 _MOST_NUMEL = 1 << 25
 _USUAL_BATCHES = 4  # about as many if there is little to exchange, so that they can overlap
-_NUM_SLOTS = 3  # batches that are under way at a time
+_NUM_SLOTS = 3  # batches in flight at a time
 
 
 class MatrixStep(NamedTuple):
@@ -92,7 +93,7 @@ class MatrixBatch(NamedTuple):
 
     Attributes:
         scalars: of each parameter.
-        buffer: [sum of `route.sent_numels`] bf16: what is sent, and the results that come back.
+        buffer: [sum of `route.sent_numels`] bf16: rows to send, and the results that come back.
         update, add: the elementwise phases.
     """
 
@@ -144,7 +145,7 @@ class MatrixPass:
             # Without gradients, which would be kept in memory.
             self._steps = [step._replace(arrays={}) for step in steps]
 
-        # Batches that are not under way at the same time share memory.
+        # Batches that are not in flight at the same time share memory.
         sizes = [sum(route.sent_numels) for route in self._routes]
         memory: dict[tuple[int, torch.device], torch.Tensor] = {}
         found = []
@@ -162,18 +163,18 @@ class MatrixPass:
         batches: Sequence[MatrixBatch],
         grad_scale: float,
         kernel: Kernel,
-        begin: Callable[[MatrixBatch], None],
+        prepare: Callable[[MatrixBatch], None],
     ) -> None:
         """Carries out all batches. All ranks call it together.
 
         Args:
-            begin: called with each batch before its states are touched.
+            prepare: called with each batch before its states are touched.
         """
         arriving: dict[int, Callable[[], torch.Tensor]] = {}
         returning: dict[int, Callable[[], torch.Tensor]] = {}
         for number in range(len(batches) + 2):
             if number < len(batches):
-                begin(batches[number])
+                prepare(batches[number])
                 carry_out(batches[number].update, grad_scale, kernel)
                 arriving[number] = _send(batches[number])
             if number - 1 in arriving:
@@ -327,15 +328,18 @@ def _exchange(
     group: dist.ProcessGroup,
 ) -> Callable[[], torch.Tensor]:
     """Starts an exchange. Returns a function that waits for it and returns `received`."""
-    name = f"all-to-all of {sent.numel()} elements of matrices"
-    with issuing(name, received):
+
+    def issued() -> AbstractContextManager[None]:
+        return issuing(f"all-to-all of {sent.numel()} elements of matrices", received)
+
+    with issued():
         work = dist.all_to_all_single(
             received, sent, received_numels, sent_numels, group=group, async_op=True
         )
 
     def wait() -> torch.Tensor:
-        # This function keeps what is sent alive, too.
-        with issuing(name, received):
+        # By `issued`, this function keeps `sent` alive, too.
+        with issued():
             work.wait()
         return received
 

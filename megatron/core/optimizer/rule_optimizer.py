@@ -147,7 +147,7 @@ class RuleOptimizer(PlanningOptimizer):
         self._num_host_threads = num_host_threads
         super().__init__(params, rule.defaults_with(options))
         self._make_parts()
-        # Trying a kernel takes time, and may tell the user something: not at the first step.
+        # Trying a kernel takes time, and may log a warning: not at the first step.
         for parameter in self._parameters():
             device = local_tensor(parameter).device
             if device.type in kinds_of_accelerators():
@@ -160,9 +160,9 @@ class RuleOptimizer(PlanningOptimizer):
         try:
             _check_dtypes(group["params"])
             self.rule.scalars(group, 1)
-            self._divide_rule(group)
             if self.rule.part_for(group).takes_matrices:
                 _matrix_rows(group)
+            self._states.divide_rule(self.param_groups)
         except (ValueError, NotImplementedError):
             self.param_groups.pop()
             raise
@@ -202,8 +202,7 @@ class RuleOptimizer(PlanningOptimizer):
                 A step allocates none for them.
         """
         # Programs may have put other parameters into the groups.
-        for group in self.param_groups:
-            self._divide_rule(group)
+        self._states.divide_rule(self.param_groups)
         for parameter in self._parameters():
             is_stepped = (
                 parameter.requires_grad
@@ -230,6 +229,7 @@ class RuleOptimizer(PlanningOptimizer):
             raise ValueError(
                 f"Expected a parameter of this optimizer, got another, of {tuple(param.shape)}."
             )
+        self._states.divide_rule(self.param_groups)
         self._states.check_remainders(param, store_param_remainders)
         self._revision += 1
         self._holds.wait()
@@ -330,7 +330,7 @@ class RuleOptimizer(PlanningOptimizer):
             carry_out(batch.updates, grad_scale, partial(self._run, batch.rule))
         if planned.matrices:
             kernel = partial(self._run, self.rule)
-            self._matrix_pass.run(planned.matrices, grad_scale, kernel, self._begin)
+            self._matrix_pass.run(planned.matrices, grad_scale, kernel, self._prepare)
 
         # After the kernels, which may fail: such a step does not count.
         for each in planned.parameters:
@@ -395,6 +395,7 @@ class RuleOptimizer(PlanningOptimizer):
         Raises:
             ValueError: for a state that `param` does not have, and for other tensors.
         """
+        self._states.divide_rule(self.param_groups)
         dtypes = self._states.dtypes_of(param)
         if state_name not in dtypes:
             raise ValueError(f"Expected one of {sorted(dtypes)}, got {state_name!r}.")
@@ -429,6 +430,7 @@ class RuleOptimizer(PlanningOptimizer):
             state_dict = state_dict if changed is None else changed
 
         # All checks first: a rejected dict must leave the optimizer unchanged.
+        self._states.divide_rule(self.param_groups)
         states = states_by_parameter(self.param_groups, state_dict, self.rule)
         for number, (parameter, saved) in enumerate(states.items()):
             check_states(saved, parameter, number, self._states.dtypes_of(parameter))
@@ -466,7 +468,7 @@ class RuleOptimizer(PlanningOptimizer):
                     continue
 
                 self._states.check(parameter, gradient, self.state[parameter], place)
-                self._kernel(rule, local_tensor(parameter).device)  # raises if there is none
+                self._kernel(rule, local_tensor(parameter).device)  # raises without one
                 # Parameters of a group that have taken the same number of steps share scalars.
                 number = int(self.state[parameter][STEP]) + 1
                 if number not in scalars:
@@ -476,12 +478,6 @@ class RuleOptimizer(PlanningOptimizer):
                 planned.append(_Planned(parameter, local, number, scalars[number], rows))
         return planned
 
-    def _divide_rule(self, group: Mapping[str, Any]) -> None:
-        """Gives the parameters of a group the part of the rule that is theirs."""
-        rule = self.rule.part_for(group)
-        for parameter in group["params"]:
-            self._states.add(parameter, rule)
-
     def _with_master(self, parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
         return [parameter for parameter in parameters if MASTER in self.state[parameter]]
 
@@ -489,7 +485,7 @@ class RuleOptimizer(PlanningOptimizer):
         for parameter in with_master:
             self._states.follow_writes(parameter, self.state[parameter])
 
-    def _begin(self, batch: MatrixBatch) -> None:
+    def _prepare(self, batch: MatrixBatch) -> None:
         # Readers are waited for batch by batch, in the order of batches, which all ranks share.
         for event in self._holds.events_of(batch.parameters):
             event.synchronize()
@@ -544,7 +540,5 @@ def _matrix_rows(group: Mapping[str, Any]) -> list[tuple[int, ...]]:
     parameters = group["params"]
     given = group.get("matrix_rows") or [None] * len(parameters)
     if len(given) != len(parameters):
-        raise ValueError(
-            f"Expected matrix_rows of {len(parameters)} parameters, got those of {len(given)}."
-        )
+        raise ValueError(f"Expected matrix_rows of {len(parameters)} parameters, got {len(given)}.")
     return [*map(check_matrices, parameters, given)]

@@ -13,7 +13,7 @@ all in bf16. Scaled and strided tensors are copied for the kernel, and the resul
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -87,16 +87,22 @@ class RuleStates:
         # To parameters with a master, and to remainders.
         self._writes = TensorWrites()
 
-    def add(self, parameter: torch.Tensor, rule: UpdateRule) -> None:
-        """Makes the states of a parameter those of a part of the rule.
+    def divide_rule(self, groups: Iterable[Mapping[str, Any]]) -> None:
+        """Gives the parameters of an optimizer's groups the parts of the rule that their groups
+        have, and drops all other parameters.
 
-        NotImplementedError for a rule that does not take the parameter's main weight.
+        NotImplementedError for a rule that does not take a parameter's main weight.
         """
-        if rule.takes_matrices and self._masters.dtype_of(parameter) == torch.float16:
-            raise NotImplementedError(
-                f"Expected main weights of {rule.name} in torch.float32, got torch.float16."
-            )
-        self._rules[parameter] = rule
+        rules = {}
+        for group in groups:
+            rule = self._rule.part_for(group)
+            for parameter in group["params"]:
+                if rule.takes_matrices and self._masters.dtype_of(parameter) == torch.float16:
+                    raise NotImplementedError(
+                        f"Expected main weights of {rule.name} in torch.float32, got torch.float16."
+                    )
+                rules[parameter] = rule
+        self._rules = rules
 
     def rule_of(self, parameter: torch.Tensor) -> UpdateRule:
         """The rule of a parameter's states and kernels."""
@@ -262,6 +268,11 @@ class RuleStates:
 
         # Kernels write by address: a state that does not fit would have its neighbours overwritten.
         device, dtypes = local_tensor(parameter).device, self.dtypes_of(parameter)
+        if missing := dtypes.keys() - states.keys():
+            raise ValueError(
+                f"Expected {', '.join(sorted(missing))} among the states of {place}, got "
+                f"{', '.join(sorted(states))}. Set use_muon before the optimizer's first step."
+            )
         tensors = {"gradient": gradient, **{name: states[name] for name in dtypes}}
         for name, tensor in tensors.items():
             found = difference(tensor, parameter)
@@ -302,8 +313,8 @@ class LocalArray(NamedTuple):
 
 
 class Update(NamedTuple):
-    """One parameter's step over local tensors of one shape and device: those of `Piece`, and states
-    by name.
+    """One parameter's step over local tensors of one shape and device: the arrays of `Piece`, and
+    states by name.
     """
 
     step: Any

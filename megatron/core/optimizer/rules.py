@@ -103,7 +103,7 @@ class UpdateRule(ABC):
 
     @abstractmethod
     def device_kernel(self, device: torch.device) -> Kernel:
-        """Makes a kernel for tensors on an accelerator. RuntimeError if there is none for it."""
+        """Makes a kernel for tensors on an accelerator. RuntimeError without one for it."""
 
     def part_for(self, options: Mapping[str, Any]) -> UpdateRule:  # noqa: ARG002
         """The rule of a parameter group, which has its states and kernels: this one, or a part of
@@ -396,7 +396,7 @@ class Muon(ElementwiseRule):
 
     def scalars(self, options: Mapping[str, Any], step: int) -> MuonStep | AdamStep:
         if options["use_muon"]:
-            # A state dict of torch's has them: its scales may be others than the group's.
+            # torch's state dicts have them: their scales may differ from the group's.
             check_unset(options, "Muon", ("adjust_lr_fn", "ns_coefficients"))
             return MuonStep.of(options)
         return self.scalar.scalars({**options, "eps": options["adam_eps"]}, step)
@@ -414,8 +414,8 @@ class Muon(ElementwiseRule):
         weight: torch.Tensor,
         states: Mapping[str, torch.Tensor],
     ) -> None:
-        """With a `MuonStep`, updates the momentum, and writes what is to be orthogonalized to
-        `weight`; with a `MatrixAddition`, adds `grad`, which has been, to the weight.
+        """With a `MuonStep`, updates the momentum, and writes its mix with the gradient to
+        `weight`; with a `MatrixAddition`, adds `grad`, an orthogonalized mix, to the weight.
         """
         if isinstance(step, MatrixAddition):
             weight.mul_(step.decay).sub_(grad.mul_(step.rate))

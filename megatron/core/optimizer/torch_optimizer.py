@@ -26,7 +26,7 @@ def parameter_groups(model: nn.Module, config: OptimizerConfig) -> list[dict[str
     Matrices decay; vectors (biases, norm weights) and scalars do not, as in Megatron. Frozen
     parameters have no group. A group with a factor has it as `lr_mult`, which is Megatron's name.
 
-    With Muon, every group says by `use_muon` whether it is Muon's or the scalar optimizer's. Groups
+    With Muon, `use_muon` of every group is whether it is Muon's or the scalar optimizer's. Groups
     of Muon have `matrix_rows`: for each parameter, the rows of the matrices stacked in it.
 
     Raises:

@@ -129,7 +129,7 @@ class Attention(nn.Module, abc.ABC):
             return self._recomputable_core(mixed, documents)
 
         heads = self.exchange.to_heads(*(part.transpose(1, 2) for part in mixed))
-        # Outside of what is recomputed: whole rows of some heads take no more memory than slices.
+        # Not recomputed: whole rows of some heads take no more memory than slices.
         output = self._recomputable_core(tuple(part.transpose(1, 2) for part in heads), documents)
         return self.exchange.to_positions(output.transpose(1, 2)).transpose(1, 2)
 

@@ -99,8 +99,8 @@ class Documents:
         return self._on(device)
 
     def reach(self, start: int, stop: int) -> tuple[int, Documents]:
-        """What the positions from `start` to `stop` see of themselves and earlier ones: the first
-        position of their first document, and the lengths of documents from there to `stop`.
+        """The first position that any position from `start` to `stop` sees, and the lengths of the
+        documents from there to `stop`.
         """
         if (start, stop) not in self._reach:
             bounds = (0, *self._stops)

@@ -177,7 +177,7 @@ class GatedDeltaNet(nn.Module):
             dim=-1,
         )
         if self.exchange is not None:
-            # The exchanged parts are saved for backward; a view would keep the others, too.
+            # Saved for backward: a view would keep the rest, too.
             z = z.clone()
         return (mixed, self.decay(alpha), beta.float().sigmoid()), (z,)
 
@@ -191,7 +191,7 @@ class GatedDeltaNet(nn.Module):
             *self._by_head(channels, -1), log_decay.unsqueeze(-1), beta.unsqueeze(-1)
         )
         channels = torch.cat([part.flatten(2) for part in heads], dim=-1)
-        # Saved for backward; views would keep all parts.
+        # Saved for backward; views would keep all that has arrived.
         log_decay, beta = log_decay.squeeze(-1).clone(), beta.squeeze(-1).clone()
         weights = [self.exchange.own(part) for part in self._by_head(self.conv1d.weight, 0)]
         weight = torch.cat([part.flatten(0, 1) for part in weights])

@@ -202,9 +202,16 @@ class Bucket(ABC):
         changed them.
         """
         with self._early_lock:
-            early, self.early = self.early, None
-            if early is not None and not early.drop():
-                early.restore()
+            if self.early is not None and not self.early.drop():
+                self.early.restore()
+            # Only now: after an error, the next reader must fail too.
+            self.early = None
+
+    def expire_early(self) -> None:
+        """Before `grad` is written to: the early update, if any, does not become final."""
+        with self._early_lock:
+            if self.early is not None and self.early.expire():
+                self.early = None
 
     def hold_gradients(self, read: Event) -> None:  # noqa: B027
         """Has the device write to the gradients only after they have been read."""
@@ -342,9 +349,7 @@ class FsdpBucket(Bucket):
             is_late = isinstance(lane, IssuingLane)
             fetch = partial(bucket.fetch_early, bucket._main_versions() if is_late else None)
             timed = timings.coming.timed(D2H, fetch, bucket.grad.nbytes, bucket.name)
-            # Of an earlier backward, without a step since.
-            if bucket.early is not None and bucket.early.expire():
-                bucket.early = None
+            bucket.expire_early()  # of an earlier backward, without a step since
             fetched = bucket.queue_fetch(lane, timed, [reduced])
             begin_early(fetched)
             return fetched

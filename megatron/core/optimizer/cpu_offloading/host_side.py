@@ -173,8 +173,8 @@ class HostSide:
             bucket.is_streamed = is_streamed
 
     def _make_streamed(self) -> None:
-        """Makes lanes and slots for the buckets that the device can update, if there are any, and
-        larger slots in place of those that are too small for buckets added since.
+        """Makes lanes and slots for the buckets that the device can update, if any, and replaces
+        slots that are too small for buckets added since.
         """
         rule, device = self.rule, self._device
         buckets = [bucket for bucket in self.buckets if bucket.is_delivered]
@@ -197,7 +197,7 @@ class HostSide:
         self._streamed = StreamedPass(device, kernel, size)
 
     def _streamed_share(self) -> float:
-        """Of the elements, those that the device updates."""
+        """The share of the elements that the device updates."""
         streamed = sum(bucket.global_numel for bucket in self.buckets if bucket.is_streamed)
         return streamed / max(1, sum(bucket.global_numel for bucket in self.buckets))
 
@@ -242,7 +242,7 @@ class HostSide:
         return executor.prepare(stepped) if stepped else None
 
     def expect_grad_scale(self, grad_scale: float) -> None:
-        """Sets the factor of the gradients with which early updates begin."""
+        """Sets the factor of the gradients of early updates."""
         if self._early is not None:
             self._early.grad_scale = grad_scale
 
@@ -452,7 +452,7 @@ class HostSide:
         }
 
     def init_states(self, options: Mapping[nn.Parameter, Options]) -> None:
-        """Allocates the states that are not there yet; those of a rule are from the start."""
+        """Allocates the missing states; a rule has all of them from the start."""
         if self.rule is not None:
             return
         # Some start with a rate, which may have changed.

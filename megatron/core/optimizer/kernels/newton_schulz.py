@@ -1,7 +1,7 @@
 """The orthogonalization of Muon, by Newton-Schulz iterations in bf16, and the scalars of its step.
 
 Source of the algorithm: Jordan et al., "Muon: An optimizer for hidden layers in neural networks"
-(2024). The operators, their order and dtypes are those of `torch.optim.Muon`.
+(2024). It has the operators of `torch.optim.Muon`, in their order and dtypes.
 
 `orthogonalize` takes one matrix at a time. Batched products would choose other kernels, with other
 bits, for other numbers of matrices, and so for other numbers of ranks.

@@ -1,10 +1,13 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from megatron.core.optimizer import matrix_pass
 from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDeviceOptimizer
@@ -186,6 +189,41 @@ def test_parameters_put_into_the_groups_later_get_the_rules_of_these():
     assert all(map(torch.equal, *runs))
 
 
+def test_parameters_put_into_the_groups_later_load_states_and_the_others_are_freed():
+    saved = RuleOptimizer(groups_of(parameters(MATRICES), parameters(OTHERS)), Muon(), **OPTIONS)
+    saved.init_state()
+    state_dict = saved.state_dict()
+    matrices, others = parameters(MATRICES), parameters(OTHERS)
+    for change in ("load_state_dict", "set_scaled_state", "initialize_state"):
+        before, also = parameters(MATRICES), parameters(OTHERS)
+        optimizer = RuleOptimizer(groups_of(before, also), Muon(), **OPTIONS)
+        optimizer.param_groups[0]["params"] = matrices
+        optimizer.param_groups[1]["params"] = others
+        if change == "load_state_dict":
+            optimizer.load_state_dict(state_dict)
+        elif change == "set_scaled_state":
+            optimizer.set_scaled_state(others[0], "exp_avg_sq", torch.ones_like(others[0]))
+        else:
+            optimizer.initialize_state(others[0])
+        assert {*optimizer.state[others[0]]} == {"step", "exp_avg", "exp_avg_sq"}, change
+        freed = [weakref.ref(parameter) for parameter in before + also]
+        del before, also
+        gc.collect()
+        assert [reference() for reference in freed] == [None] * len(freed), change
+
+
+def test_a_group_that_changes_its_rule_after_a_step_is_an_error():
+    (matrix,) = parameters(((8, 4),))
+    optimizer = RuleOptimizer([matrix], Muon(), **OPTIONS)
+    give_gradients([matrix], 0)
+    optimizer.step()
+    optimizer.param_groups[0]["use_muon"] = False
+    before = matrix.detach().clone()
+    with pytest.raises(ValueError, match="exp_avg"):
+        optimizer.step()
+    assert torch.equal(matrix, before)
+
+
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
 def test_a_gradient_that_is_not_finite_shows_in_its_matrix_only(value):
     first, second = parameters(((8, 8), (8, 8)))
@@ -208,6 +246,40 @@ def test_a_plan_is_used_by_its_step_and_planned_again_when_options_change():
         ours.step(grad_scale=0.5, planned=planned)
         theirs.step(grad_scale=0.5)
     assert all(map(torch.equal, own, other))
+
+
+def test_buffers_and_gradients_of_a_step_are_freed_with_it():
+    own = parameters(MATRICES)
+    optimizer = RuleOptimizer(own, Muon(), **OPTIONS)
+    give_gradients(own, 0)
+    planned = optimizer.plan_step()
+    kept = [weakref.ref(batch.buffer) for batch in planned.matrices]
+    kept += [weakref.ref(parameter.grad) for parameter in own]
+    optimizer.step(planned=planned)
+    optimizer.zero_grad()
+    del planned
+    gc.collect()
+    assert [reference() for reference in kept] == [None] * len(kept)
+    assert len(kept) > len(own)
+
+
+class Exchanged:
+    def wait(self) -> None:
+        pass
+
+
+def test_what_an_exchange_sends_stays_in_memory_until_it_is_over(monkeypatch):
+    monkeypatch.setattr(dist, "all_to_all_single", lambda *_, **__: Exchanged())
+    sent, received = torch.ones(4), torch.ones(4)
+    wait = matrix_pass._exchange(sent, received, [4], [4], None)
+    reference = weakref.ref(sent)
+    del sent
+    gc.collect()
+    assert reference() is not None
+    assert wait() is received
+    del wait
+    gc.collect()
+    assert reference() is None
 
 
 def test_states_load_into_the_rules_that_their_groups_have():
