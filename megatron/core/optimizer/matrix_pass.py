@@ -29,7 +29,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from typing import NamedTuple
 
 import torch
@@ -329,17 +328,17 @@ def _exchange(
 ) -> Callable[[], torch.Tensor]:
     """Starts an exchange. Returns a function that waits for it and returns `received`."""
 
-    def issued() -> AbstractContextManager[None]:
-        return issuing(f"all-to-all of {sent.numel()} elements of matrices", received)
+    def what() -> str:
+        return f"all-to-all of {sent.numel()} elements of matrices"
 
-    with issued():
+    with issuing(what(), received):
         work = dist.all_to_all_single(
             received, sent, received_numels, sent_numels, group=group, async_op=True
         )
 
     def wait() -> torch.Tensor:
-        # By `issued`, this function keeps `sent` alive, too.
-        with issued():
+        # By `what`, this function keeps `sent` alive, too.
+        with issuing(what(), received):
             work.wait()
         return received
 
