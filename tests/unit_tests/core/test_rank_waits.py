@@ -7,6 +7,7 @@ import contextlib
 import importlib
 import os
 import queue
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -125,11 +126,12 @@ def test_the_modules_of_torch_that_are_looked_for_exist_in_this_version():
 
 
 def _unstated_waits(tree: ast.AST) -> list[str]:
-    """Calls of `work.wait()`, where messages between two ranks block, outside of a statement."""
+    """Calls of `work.wait()`, where messages and collectives block, outside of a statement."""
     stated = {
         id(inner)
         for node in ast.walk(tree)
-        if isinstance(node, ast.With) and "waiting_for_ranks(" in ast.unparse(node.items[0])
+        if isinstance(node, ast.With)
+        and re.match(r"(waiting_for_ranks|issuing)\(", ast.unparse(node.items[0]))
         for inner in ast.walk(node)
     }
     return [
