@@ -35,7 +35,7 @@ from tests.simulated_accelerator.helpers.engines import batches, forward_step, m
 
 INJECTED = 0.02  # seconds
 SLOWED = {
-    GATHER: (FsdpParameterGroup, "move"),
+    GATHER: (FsdpParameterGroup, "_move"),
     REDUCE: (GroupGradients, "_carry_out"),
     D2H: (FsdpBucket, "fetch_early"),
     HOST: (Ticket, "wait"),

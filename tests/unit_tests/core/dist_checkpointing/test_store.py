@@ -22,6 +22,7 @@ from megatron.core.dist_checkpointing.store import (
     Store,
     latest_iteration,
     open_store,
+    track,
 )
 from megatron.core.files import UnusableFileError, published
 
@@ -244,6 +245,21 @@ def test_a_sweep_leaves_directories_that_are_no_checkpoints(store):
         store.write(f"{name}/file", b"content")
     assert store.sweep() == []
     assert store.folders() == ["iter_10_backup", "iter_best", "old.saving", "tensorboard"]
+
+
+def test_the_newest_checkpoint_is_found_while_a_newer_one_is_published(store, monkeypatch):
+    list_published = store_module.published_iterations
+
+    def list_before_another_is_published(store: Store) -> list[int]:
+        found = list_published(store)
+        store.publish(save(store, "iter_0000020"), "iter_0000020")
+        track(store, 20)
+        return found
+
+    store.publish(save(store), FINAL)
+    track(store, 10)
+    monkeypatch.setattr(store_module, "published_iterations", list_before_another_is_published)
+    assert latest_iteration(store) == 10
 
 
 # A directory of the file system.
