@@ -467,9 +467,11 @@ def latest_iteration(store: Store) -> int | None:
         CheckpointError: if the tracker file is unreadable, or names a checkpoint that is not there.
             A run must not start afresh because its checkpoint cannot be found.
     """
-    # The tracker first: what it names has been published by then, also while a run is saving.
-    tracked = _read_tracker(store)
     published = published_iterations(store)
+    tracked = _read_tracker(store)
+    if tracked is not None and tracked not in published:
+        # A run may have published it in between.
+        published = published_iterations(store)
     if tracked is None:
         if published:
             # A crash between the publication of the very first checkpoint and the tracker's.

@@ -252,14 +252,15 @@ def test_the_newest_checkpoint_is_found_while_a_newer_one_is_published(store, mo
 
     def list_before_another_is_published(store: Store) -> list[int]:
         found = list_published(store)
-        store.publish(save(store, "iter_0000020"), "iter_0000020")
-        track(store, 20)
+        if found == [10]:
+            store.publish(save(store, "iter_0000020"), "iter_0000020")
+            track(store, 20)
         return found
 
     store.publish(save(store), FINAL)
     track(store, 10)
     monkeypatch.setattr(store_module, "published_iterations", list_before_another_is_published)
-    assert latest_iteration(store) == 10
+    assert latest_iteration(store) == 20
 
 
 # A directory of the file system.
