@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 
 import pytest
@@ -23,7 +24,7 @@ from tests.helpers.ranks import on_ranks
 
 pytestmark = pytest.mark.sim
 
-CLOSE = 2.0  # seconds, between two clocks and two threads of a busy machine
+CLOSE = 0.2  # seconds, between two clocks and two threads of a busy machine
 
 
 @on_ranks(1, device="sim")
@@ -49,7 +50,7 @@ def test_spans_of_streams_are_dated_on_the_hosts_clock_however_late_the_device_i
             event.wait()
         timeline.end_iteration()
         assert timeline.slices(0.0) is None, "which has not waited"
-        time.sleep(1.2 * CLOSE)  # more than the clocks may differ by
+        time.sleep(0.5)  # more than the clocks may differ by
         let_go = time.perf_counter()
     torch.accelerator.synchronize()
     done = time.perf_counter()
@@ -61,7 +62,7 @@ def test_spans_of_streams_are_dated_on_the_hosts_clock_however_late_the_device_i
     assert let_go - CLOSE <= late.begin <= late.end <= done + CLOSE
     assert asked - CLOSE <= wait.begin <= asked + CLOSE
     assert late.end <= wait.end + CLOSE
-    assert slices["forward"].end - slices["forward"].begin > 0.1 * CLOSE
+    assert slices["forward"].end - slices["forward"].begin > 0.5 - CLOSE
 
 
 @on_ranks(1, device="sim")
@@ -104,6 +105,9 @@ def test_recording_an_engine_waits_no_more_and_changes_no_bit() -> None:
 
     results, syncs = [], []
     for records in (False, True):
+        # Lanes of earlier engines, which wait for their streams as they end, end now.
+        engine = None
+        gc.collect()
         engine = make_engine("activations offload forward", "sim", records_timings=records)
         timeline = Timeline(engine.device)
         if records:
@@ -118,8 +122,7 @@ def test_recording_an_engine_waits_no_more_and_changes_no_bit() -> None:
         results.append((result.loss, result.grad_norm))
         engine.state.optimizer.synchronize()
     assert results[0] == results[1]
-    # On a busy machine, threads that are late may wait for a stream in one of the steps.
-    assert min(syncs[1:4]) == min(syncs[5:8]) == 1, "one transfer to the host in each step"
+    assert syncs[1:4] == syncs[5:8] == [1] * 3, "one transfer to the host in each step"
 
     torch.accelerator.synchronize()
     slices = timeline.slices(0.0)
