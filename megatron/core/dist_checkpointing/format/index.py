@@ -22,7 +22,7 @@ from array import array
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from itertools import chain
 from typing import Any, NamedTuple, Protocol
 
@@ -134,6 +134,21 @@ class SavedAs(NamedTuple):
     holdings: Holdings
 
 
+class RankLayout(NamedTuple):
+    """What a rank writes.
+
+    Attributes:
+        digest: of its chunks and their offsets.
+        num_blocks: of each chunk, in the order of the digests in the rank's manifest.
+    """
+
+    digest: str
+    num_blocks: Sequence[int]
+
+
+_NOTHING = RankLayout(xxhash.xxh3_128().hexdigest(), ())
+
+
 @dataclass(frozen=True)
 class Index:
     """The content of the file. The order of all tensors is that of the digests in manifests.
@@ -172,27 +187,28 @@ class Index:
         return _ChunksByRank(list(self.all_tensors))
 
     @cached_property
-    def layouts(self) -> Mapping[int, str]:
-        """By rank, a digest of the chunks that the rank writes, and of their offsets."""
+    def layouts(self) -> Mapping[int, RankLayout]:
+        """What each rank that writes chunks writes."""
         # In one pass, without the lists of chunks by rank: a thousand ranks write a million.
         states: defaultdict[int, Any] = defaultdict(xxhash.xxh3_128)
+        counts: defaultdict[int, array[int]] = defaultdict(partial(array, "q"))
         # With the divisions themselves, whose numbers no other objects have while they exist.
-        known: dict[tuple[int, torch.dtype], tuple[Division, list[str]]] = {}
+        known: dict[tuple[int, torch.dtype], tuple[Division, list[tuple[int, str, int]]]] = {}
         for key, dtype, _, chunks in self.all_tensors:
             columns = ChunkColumns.of(chunks)
             division, which = columns.division, (id(columns.division), dtype)
             if which not in known:
-                boxes = zip(division.boxes, division.files, strict=True)
-                texts = [f"{dtype}\0{box.offsets}{box.sizes}{file}" for box, file in boxes]
-                known[which] = division, texts
-            rows = zip(division.ranks, known[which][1], columns.offsets, strict=True)
-            for rank, text, offset in rows:
+                boxes = zip(*division, strict=True)
+                known[which] = division, [_written(dtype, *each) for each in boxes]
+            rows = zip(known[which][1], columns.offsets, strict=True)
+            for (rank, text, number), offset in rows:
                 states[rank].update(f"{key}\0{text}\0{offset}\n".encode())
-        return {rank: state.hexdigest() for rank, state in states.items()}
+                counts[rank].append(number)
+        return {rank: RankLayout(one.hexdigest(), counts[rank]) for rank, one in states.items()}
 
     def layout_of(self, rank: int) -> str:
         """A digest of all that a rank writes, and of where."""
-        return self.layouts.get(rank) or xxhash.xxh3_128().hexdigest()
+        return self.layouts.get(rank, _NOTHING).digest
 
     def to_bytes(self) -> bytes:
         """The content of the file, a line per tensor and division."""
@@ -274,6 +290,12 @@ class _ChunksByRank(Mapping[int, list[tuple[SavedTensor, SavedChunk]]]):
         return len(self._numbers)
 
 
+def _written(dtype: torch.dtype, box: Box, rank: int, file: str) -> tuple[int, str, int]:
+    """The rank that writes a chunk, its text without key and offset, and its number of blocks."""
+    text = f"{dtype}\0{box.offsets}{box.sizes}{file}"
+    return rank, text, num_blocks(box.numel * dtype.itemsize)
+
+
 def manifest_problems(manifest: Manifest, rank: int, index: Index, source: str) -> Iterator[str]:
     """The contradictions between a rank's manifest and the index."""
     if manifest.save_id != index.save_id:
@@ -282,16 +304,16 @@ def manifest_problems(manifest: Manifest, rank: int, index: Index, source: str) 
         yield f"Expected rank {rank} in {source}, got {manifest.rank}."
         return
 
-    chunks = index.chunks_by_rank.get(rank, [])
-    if manifest.layout != index.layout_of(rank) or len(manifest.digests) != len(chunks):
+    layout, counts = index.layouts.get(rank, _NOTHING)
+    if manifest.layout != layout or len(manifest.digests) != len(counts):
         yield (
-            f"Expected rank {rank} to have written the {len(chunks)} chunks of the index, got "
+            f"Expected rank {rank} to have written the {len(counts)} chunks of the index, got "
             f"{len(manifest.digests)} others in {source}."
         )
         return
-    for (tensor, chunk), digests in zip(chunks, manifest.digests, strict=True):
-        number = num_blocks(tensor.chunk_nbytes(chunk))
+    for i, (number, digests) in enumerate(zip(counts, manifest.digests, strict=True)):
         if len(digests) != number:
+            tensor, chunk = index.chunks_by_rank[rank][i]
             where = f"{tensor.key!r} at {chunk.box.offsets} in {source}"
             yield f"Expected {number} digests of {where}, got {len(digests)}."
 
