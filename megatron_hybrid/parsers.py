@@ -41,8 +41,6 @@ Prints the memory of a rank by kind, the smallest offload fraction that fits, th
 no time, the time of a step and its bottleneck, and the size of a checkpoint; see docs/offload.md.
 Takes all flags of a run, too. No weights are allocated.
 """
-_IMPORT = "Imports a Hugging Face directory as a checkpoint."
-_EXPORT = "Exports a run's model as a Hugging Face directory."
 # Of `plan`, by flag: the type, the metavar and the help line.
 _PLAN_FLAGS = {
     "--gpu-memory": (
@@ -363,9 +361,19 @@ def checkpoint(program: str) -> argparse.ArgumentParser:
         "out",
     )
     exported.add_argument(
-        "--format", choices=("hf",), default="hf", help="hf: the format of the transformers library"
+        "--dtype",
+        choices=FLOAT_NAMES,
+        help="dtype of the weights; fp16 has no values beyond 65504 (default: bf16 for weights in "
+        "fp32, others unchanged)",
     )
-    _add_export_flags(exported)
+    exported.add_argument(
+        "--max-shard-size",
+        type=quantities.size,
+        default=MAX_SHARD_BYTES,
+        metavar="SIZE",
+        help="most bytes of tensors in one file, e.g. 500MB (default: 5GB)",
+    )
+    _add_model_flags(exported)
     _add_import_flags(
         add(
             "import",
@@ -374,47 +382,6 @@ def checkpoint(program: str) -> argparse.ArgumentParser:
             "root",
         )
     )
-    return parser
-
-
-def convert_hf(program: str) -> argparse.ArgumentParser:
-    """The parser of `convert-hf`."""
-    parser = ProgramParser(
-        prog=program, description="Converts models between the transformers library and runs."
-    )
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
-
-    imported = commands.add_parser("import", help=_IMPORT, description=_IMPORT)
-    imported.set_defaults(command="import")
-    imported.add_argument(
-        "folder", metavar="HF_DIR", help="directory with config.json, weights and a tokenizer"
-    )
-    imported.add_argument(
-        "root", metavar="ROOT", help="directory for the checkpoint, without others"
-    )
-    imported.add_argument(
-        "--tokenizer-model",
-        metavar="PATH",
-        help="tokenizer.json, or the directory of a Hugging Face tokenizer (default: HF_DIR's)",
-    )
-    imported.add_argument(
-        "--vocab-size",
-        type=int,
-        metavar="N",
-        help="rows of the embedding, if there are to be more than HF_DIR has (default: HF_DIR's)",
-    )
-    imported.add_argument(
-        "--seq-length",
-        type=int,
-        metavar="N",
-        help="tokens per training sample (default: the model's longest)",
-    )
-
-    exported = commands.add_parser("export", help=_EXPORT, description=_EXPORT)
-    exported.set_defaults(command="export")
-    exported.add_argument("run", metavar="RUN", help="directory of checkpoints, or one checkpoint")
-    exported.add_argument("out", metavar="HF_DIR", help="directory to write, absent or empty")
-    _add_export_flags(exported)
     return parser
 
 
@@ -489,24 +456,6 @@ def megatron_flags(program: str) -> argparse.ArgumentParser:
     return parser
 
 
-def _add_export_flags(parser: argparse.ArgumentParser) -> None:
-    """Adds the flags of an export, without its positional arguments."""
-    parser.add_argument(
-        "--dtype",
-        choices=FLOAT_NAMES,
-        help="dtype of the weights; fp16 has no values beyond 65504 (default: bf16 for weights in "
-        "fp32, others unchanged)",
-    )
-    parser.add_argument(
-        "--max-shard-size",
-        type=quantities.size,
-        default=MAX_SHARD_BYTES,
-        metavar="SIZE",
-        help="most bytes of tensors in one file, e.g. 500MB (default: 5GB)",
-    )
-    _add_model_flags(parser)
-
-
 def _add_import_flags(parser: argparse.ArgumentParser) -> None:
     """Adds the flags of `import_dcp`, without PATH and ROOT."""
     parser.add_argument(
@@ -546,7 +495,6 @@ _PARSERS: dict[str, Callable[[str], argparse.ArgumentParser]] = {
     "preprocess": preprocess,
     "preprocess-multimodal": preprocess_multimodal,
     "checkpoint": checkpoint,
-    "convert-hf": convert_hf,
     "generate": generate,
     "megatron-flags": megatron_flags,
 }

@@ -6,7 +6,7 @@
     python -m megatron_hybrid checkpoint diff runs/gpt_cpu/iter_0000300 runs/other/iter_0000300
     python -m megatron_hybrid checkpoint convert runs/gpt_cpu/iter_0000300 gpt.safetensors
     python -m megatron_hybrid checkpoint convert gpt.safetensors runs/imported/iter_0000300
-    python -m megatron_hybrid checkpoint export runs/gpt_cpu exports/gpt --format hf
+    python -m megatron_hybrid checkpoint export runs/gpt_cpu exports/gpt
     python -m megatron_hybrid checkpoint import outputs/step-1000 runs/new --dcp-key-map map.yaml
 
 Runs in one process on the CPU. A checkpoint is a directory, or a URL that fsspec supports. `list`,
