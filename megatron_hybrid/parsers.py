@@ -14,7 +14,6 @@ from megatron.core.dtype_names import FLOAT_NAMES
 from megatron.core.help_format import ProgramParser
 from megatron.core.models.multimodal.vision_config import VisionConfig
 from megatron.core.options import Field, options_of
-from megatron.training.checkpoint.dcp_key_map import COUNTS, FLAG
 from megatron.training.flag_help import build_parser
 from megatron.training.tokenizer import TokenizerConfig
 from megatron_hybrid.input_files import TEXT_KEY
@@ -29,7 +28,6 @@ _PLACES = {
     "target": "file to write, or iter_NNNNNNN to write a checkpoint",
     "run": "directory of a run's checkpoints, or one checkpoint",
     "out": "directory to write, absent or empty",
-    "path": "directory that torch.distributed.checkpoint saved",
 }
 _ABOUT_PLAN = """Plans a run: the memory that it needs on a machine, and the time of its steps.
 
@@ -374,14 +372,6 @@ def checkpoint(program: str) -> argparse.ArgumentParser:
         help="most bytes of tensors in one file, e.g. 500MB (default: 5GB)",
     )
     _add_model_flags(exported)
-    _add_import_flags(
-        add(
-            "import",
-            "Imports a torch.distributed.checkpoint of another program as ROOT/iter_0000000.",
-            "path",
-            "root",
-        )
-    )
     return parser
 
 
@@ -454,22 +444,6 @@ def megatron_flags(program: str) -> argparse.ArgumentParser:
         "--remove-unsupported", action="store_true", help="also delete flags not supported here"
     )
     return parser
-
-
-def _add_import_flags(parser: argparse.ArgumentParser) -> None:
-    """Adds the flags of `import_dcp`, without PATH and ROOT."""
-    parser.add_argument(
-        FLAG,
-        required=True,
-        metavar="TABLE",
-        help="YAML file that maps the other program's tensors to this model's",
-    )
-    for name in COUNTS:
-        parser.add_argument(
-            f"--{name.replace('_', '-')}",
-            type=int,
-            help="as in pretrain; must be given for a TABLE that uses it",
-        )
 
 
 def _add_model_flags(parser: argparse.ArgumentParser) -> None:

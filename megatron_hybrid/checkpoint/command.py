@@ -7,7 +7,6 @@
     python -m megatron_hybrid checkpoint convert runs/gpt_cpu/iter_0000300 gpt.safetensors
     python -m megatron_hybrid checkpoint convert gpt.safetensors runs/imported/iter_0000300
     python -m megatron_hybrid checkpoint export runs/gpt_cpu exports/gpt
-    python -m megatron_hybrid checkpoint import outputs/step-1000 runs/new --dcp-key-map map.yaml
 
 Runs in one process on the CPU. A checkpoint is a directory, or a URL that fsspec supports. `list`,
 `show`, `diff`, `export` and `convert` to a file also take `torch_dcp` checkpoints, and others by
@@ -63,7 +62,6 @@ from megatron_hybrid import parsers
 from megatron_hybrid.checkpoint.audit import Audit
 from megatron_hybrid.checkpoint.comparison import KeyComparison, compare
 from megatron_hybrid.checkpoint.export import export_run, sentence
-from megatron_hybrid.checkpoint.from_dcp import import_dcp
 from megatron_hybrid.checkpoint.from_file import SAFETENSORS_SUFFIX, publish_content, read_file
 from megatron_hybrid.checkpoint.progress import progress_bar
 from megatron_hybrid.checkpoint.to_file import export_safetensors, export_torch_save
@@ -390,18 +388,6 @@ def export(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def import_folder(arguments: argparse.Namespace) -> int:
-    """Imports a torch.distributed.checkpoint of another program as ROOT/iter_0000000."""
-    summary = import_dcp(arguments)
-    if arguments.json:
-        _print_json(summary)
-    else:
-        what = "weights and moments" if summary["has_moments"] else "weights"
-        size = format_bytes(summary["num_bytes"])
-        _print(f"{summary['target']}: {summary['num_tensors']} tensors of {size}, {what}")
-    return 0
-
-
 def _locate(checkpoint: str) -> Location:
     if "://" in checkpoint:
         root, _, name = checkpoint.rstrip("/").rpartition("/")
@@ -439,5 +425,4 @@ _COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     "diff": diff,
     "convert": convert,
     "export": export,
-    "import": import_folder,
 }

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import math
 import mmap
-import os
 import secrets
 import threading
 from collections.abc import Iterator, Mapping, Sequence
@@ -32,8 +31,8 @@ from megatron.core.dist_checkpointing.save.data_file import BufferPool
 from megatron.core.dist_checkpointing.save.publisher import Publication
 from megatron.core.dist_checkpointing.save.writer import Draft, RankWriter
 from megatron.core.dist_checkpointing.state.entries import Contents, Entry, EntryGroup, Values
-from megatron.core.dist_checkpointing.store import Store, path_of, published_iterations
-from megatron.core.files import open_regular, remove_empty_folder
+from megatron.core.dist_checkpointing.store import Store, path_of
+from megatron.core.files import open_regular
 from megatron.core.json_reading import parse_json
 from megatron.core.lanes import Event, ThreadEvent
 from megatron.training.checkpoint.hf_files import open_safetensors
@@ -91,35 +90,6 @@ def publish_content(
     """Writes and publishes the checkpoint of this iteration, as `publish_entries`."""
     entries = [_entry(key, tensor) for key, tensor in content.tensors.items()]
     publish_entries(store, iteration, entries, content.plain, train_state, progress)
-
-
-def expect_no_checkpoint(store: Store) -> None:
-    """CheckpointError if there are published checkpoints."""
-    if published := published_iterations(store):
-        raise CheckpointError(
-            f"Expected no checkpoint yet in {store.root}, got {checkpoint_name(published[-1])}."
-        )
-
-
-def publish_import(
-    store: Store, entries: Sequence[Entry], train_state: Mapping[str, Any], progress: Progress
-) -> None:
-    """Writes and publishes the first checkpoint of a run, iteration 0. A failed import removes the
-    directory that it created.
-
-    Raises:
-        CheckpointError: there are checkpoints already, and as `publish_entries`.
-    """
-    expect_no_checkpoint(store)
-    # Without checkpoints, drafts are from killed imports.
-    store.sweep()
-    is_new = store.is_rename_atomic and not os.path.lexists(store.root)
-    try:
-        publish_entries(store, 0, entries, {}, train_state, progress)
-    except BaseException:
-        if is_new:
-            remove_empty_folder(store.root)
-        raise
 
 
 def publish_entries(
