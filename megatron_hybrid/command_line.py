@@ -39,9 +39,7 @@ COMMANDS = {
     "preprocess-multimodal": Command(
         "preprocess_multimodal", "make training files of conversations about pictures"
     ),
-    "checkpoint": Command(
-        "checkpoint.command", "list, show, verify, diff, convert, export checkpoints"
-    ),
+    "checkpoint": Command("checkpoint.command", "list, show, verify, diff, export checkpoints"),
     "generate": Command("generate", "sample text from a checkpoint or an exported model"),
     "megatron-flags": Command(
         "megatron_flags", "rewrite a launch script of Megatron-LM for this program"

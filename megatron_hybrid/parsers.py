@@ -24,8 +24,6 @@ _PLACES = {
     "checkpoint": "directory of one checkpoint",
     "a": "directory of one checkpoint",
     "b": "directory of another checkpoint",
-    "source": "directory of one checkpoint, or a .safetensors or torch.save file",
-    "target": "file to write, or iter_NNNNNNN to write a checkpoint",
     "run": "directory of a run's checkpoints, or one checkpoint",
     "out": "directory to write, absent or empty",
 }
@@ -310,7 +308,7 @@ def checkpoint(program: str) -> argparse.ArgumentParser:
     """The parser of `checkpoint`."""
     parser = ProgramParser(
         prog=program,
-        description="Lists, shows, verifies, compares, converts, exports and imports checkpoints.",
+        description="Lists, shows, verifies, compares and exports checkpoints.",
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
@@ -340,18 +338,6 @@ def checkpoint(program: str) -> argparse.ArgumentParser:
             metavar="PATTERN",
             help="only keys that match these patterns, as in a shell",
         )
-    converted = add(
-        "convert",
-        "Converts a checkpoint to a file, or a file to a checkpoint, by the name of the target.",
-        "source",
-        "target",
-    )
-    converted.add_argument(
-        "--prefix",
-        default="",
-        metavar="TEXT",
-        help="text before each key of a file, e.g. model. (default: none)",
-    )
     exported = add(
         "export",
         "Exports a run's model for the transformers library: weights, config and tokenizer.",

@@ -1,11 +1,9 @@
-"""Lists, shows, verifies, compares, converts, exports and imports checkpoints.
+"""Lists, shows, verifies, compares and exports checkpoints.
 
     python -m megatron_hybrid checkpoint list runs/gpt_cpu
     python -m megatron_hybrid checkpoint show runs/gpt_cpu/iter_0000300 --key 'model.layers.0.*'
     python -m megatron_hybrid checkpoint verify runs/gpt_cpu/iter_0000300
     python -m megatron_hybrid checkpoint diff runs/gpt_cpu/iter_0000300 runs/other/iter_0000300
-    python -m megatron_hybrid checkpoint convert runs/gpt_cpu/iter_0000300 gpt.safetensors
-    python -m megatron_hybrid checkpoint convert gpt.safetensors runs/imported/iter_0000300
     python -m megatron_hybrid checkpoint export runs/gpt_cpu exports/gpt
 
 Runs in one process on the CPU. A checkpoint is a directory, or a URL that fsspec supports. `list`,
@@ -30,8 +28,6 @@ from megatron.core.dist_checkpointing.config import FSDP_DTENSOR, TORCH_DCP
 from megatron.core.dist_checkpointing.errors import CheckpointDamagedError, CheckpointError
 from megatron.core.dist_checkpointing.format.manifest import MARKER_FILE, Marker, dtype_name
 from megatron.core.dist_checkpointing.format.names import (
-    checkpoint_name,
-    iteration_of,
     parse_folder,
 )
 from megatron.core.dist_checkpointing.formats import (
@@ -57,14 +53,12 @@ from megatron.core.dist_checkpointing.store import (
 from megatron.core.host_memory import format_bytes
 from megatron.core.log import counted, printable
 from megatron.training.checkpoint.hf_weights import HF_FOLDER
-from megatron.training.checkpoint.run_info import RecoverInfo, is_of_a_run
+from megatron.training.checkpoint.run_info import is_of_a_run
 from megatron_hybrid import parsers
 from megatron_hybrid.checkpoint.audit import Audit
 from megatron_hybrid.checkpoint.comparison import KeyComparison, compare
 from megatron_hybrid.checkpoint.export import export_run, sentence
-from megatron_hybrid.checkpoint.from_file import SAFETENSORS_SUFFIX, publish_content, read_file
 from megatron_hybrid.checkpoint.progress import progress_bar
-from megatron_hybrid.checkpoint.to_file import export_safetensors, export_torch_save
 from megatron_hybrid.endings import one_line_errors
 
 _MAX_WIDTH = 200
@@ -324,60 +318,6 @@ def _as_json(each: KeyComparison) -> dict[str, Any]:
     return row
 
 
-def convert(arguments: argparse.Namespace) -> int:
-    """Converts a checkpoint to a file, or a file to a checkpoint, by the name of the target."""
-    target = iteration_of(arguments.target.rstrip("/").rpartition("/")[2])
-    summary = _to_file(arguments) if target is None else _from_file(arguments, target)
-    if arguments.json:
-        _print_json(summary)
-    else:
-        size = format_bytes(summary["num_bytes"])
-        print(f"{summary['target']}: {summary['num_tensors']} tensors of {size}")
-    return 0
-
-
-def _to_file(arguments: argparse.Namespace) -> dict[str, Any]:
-    if arguments.prefix:
-        raise CheckpointError(
-            f"Expected --prefix for a checkpoint to be written, got the file {arguments.target}."
-        )
-    checkpoint, path = _open(arguments.source), Path(arguments.target)
-    if path.exists():
-        raise CheckpointError(f"Expected no file yet at {path}, got one.")
-
-    export = export_safetensors if path.suffix == SAFETENSORS_SUFFIX else export_torch_save
-    num_bytes = sum(saved.nbytes for saved in checkpoint.tensors.values())
-    with progress_bar("convert", num_bytes) as progress:
-        export(checkpoint, path, progress)
-    return {"target": str(path), "num_tensors": len(checkpoint.tensors), "num_bytes": num_bytes}
-
-
-def _from_file(arguments: argparse.Namespace, iteration: int) -> dict[str, Any]:
-    source, location = Path(arguments.source), _locate(arguments.target)
-    if location.name != checkpoint_name(iteration) or source.is_dir() or not source.exists():
-        raise CheckpointError(
-            f"Expected a file to convert to {checkpoint_name(iteration)}, got {arguments.source} "
-            f"and {location.name}."
-        )
-
-    content = read_file(source, arguments.prefix)
-    if content.train_state is not None and is_of_a_run(content.train_state):
-        info = RecoverInfo.from_plain(content.train_state, f"the train_state of {source}")
-        own_name = checkpoint_name(info.step_info.iteration)
-        if own_name != location.name:
-            raise CheckpointError(
-                f"Expected {own_name} for {source}, whose train_state is of that iteration, got "
-                f"{location.name}."
-            )
-
-    # Enough for --finetune. A file converted from a checkpoint has its whole state.
-    train_state = content.train_state or {"format_version": 1, "progress": {"iteration": iteration}}
-    num_bytes = sum(tensor.nbytes for tensor in content.tensors.values())
-    with progress_bar("convert", num_bytes) as progress:
-        publish_content(location.store, iteration, content, train_state, progress)
-    return {"target": location.path, "num_tensors": len(content.tensors), "num_bytes": num_bytes}
-
-
 def export(arguments: argparse.Namespace) -> int:
     """Exports a run's model for the transformers library: weights, config and tokenizer."""
     summary = export_run(arguments)
@@ -423,6 +363,5 @@ _COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     "show": show,
     "verify": verify,
     "diff": diff,
-    "convert": convert,
     "export": export,
 }

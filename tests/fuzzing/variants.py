@@ -74,7 +74,6 @@ _BY_ENDING: dict[str, list[Mutation]] = {
     ".jsonl": [text],
     ".txt": [text],
     ".yaml": [yaml, yaml, text],
-    ".pt": [archive, archive],
     ".npy": [array, array],
     ".safetensors": [safetensors, safetensors],
     ".distcp": [],
