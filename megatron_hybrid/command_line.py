@@ -41,9 +41,6 @@ COMMANDS = {
     ),
     "checkpoint": Command("checkpoint.command", "list, show, verify, diff, export checkpoints"),
     "generate": Command("generate", "sample text from a checkpoint or an exported model"),
-    "megatron-flags": Command(
-        "megatron_flags", "rewrite a launch script of Megatron-LM for this program"
-    ),
     "status": Command("run_status", "show the status of a run"),
     "timeline": Command("timeline", "show the work of lanes in a recorded iteration"),
 }

@@ -408,30 +408,6 @@ def generate(program: str) -> argparse.ArgumentParser:
     return parser
 
 
-def megatron_flags(program: str) -> argparse.ArgumentParser:
-    """The parser of `megatron-flags`."""
-    parser = ProgramParser(
-        prog=program,
-        description="Rewrites a launch script of Megatron-LM for this program. Reports the\n"
-        "changes and the flags that are left to decide.",
-        epilog="exit code: 0 if nothing is left to decide, 1 if something is, 2 for bad input",
-        allow_abbrev=False,
-    )
-    parser.add_argument("script", metavar="SCRIPT", type=Path, help="a bash script")
-    target = parser.add_mutually_exclusive_group()
-    target.add_argument(
-        "--output",
-        metavar="FILE",
-        type=Path,
-        help="file for the rewritten script (default: standard output)",
-    )
-    target.add_argument("--in-place", action="store_true", help="overwrite SCRIPT")
-    parser.add_argument(
-        "--remove-unsupported", action="store_true", help="also delete flags not supported here"
-    )
-    return parser
-
-
 def _add_model_flags(parser: argparse.ArgumentParser) -> None:
     """Adds `--config`, `--ckpt-step` and `--tokenizer-model`."""
     parser.add_argument(
@@ -456,7 +432,6 @@ _PARSERS: dict[str, Callable[[str], argparse.ArgumentParser]] = {
     "preprocess-multimodal": preprocess_multimodal,
     "checkpoint": checkpoint,
     "generate": generate,
-    "megatron-flags": megatron_flags,
 }
 
 
