@@ -90,11 +90,6 @@ _PLAN_FLAGS = {
         "RATE",
         "bandwidth at which all ranks write checkpoints (default: no checkpoint time)",
     ),
-    "--tokens-per-step": (
-        quantities.whole_number,
-        "N",
-        "--global-batch-size in tokens instead of sequences (default: the run's)",
-    ),
 }
 
 
