@@ -41,6 +41,7 @@ from megatron.core.products import is_slow
 from megatron.core.transformer.context_exchange import ContextExchange
 from megatron.core.transformer.documents import Documents
 from megatron.core.transformer.fused_weight import Linear
+from megatron.core.transformer.kernel_results import keep_kernel_results
 from megatron.core.transformer.rotary import RotaryAngles
 from megatron.core.transformer.spec import AttentionSpec, Sinks
 from megatron.core.transformer.varlen_attention import attend_varlen, padded, suits_varlen
@@ -68,8 +69,8 @@ class Attention(nn.Module, abc.ABC):
     Args:
         core_spec: the arithmetic once each head has its query, key and value.
         dropout: probability to leave out a weight in training.
-        recomputes_core: a training forward keeps queries, keys and values only, and backward
-            computes the attention again.
+        recompute_granularity: see TransformerConfig. "selective": a training forward keeps queries,
+            keys and values only, and backward computes the attention again.
 
     Attributes:
         sinks: [num_heads], the sinks' logits, if they are learned.
@@ -81,11 +82,13 @@ class Attention(nn.Module, abc.ABC):
     linear_proj: Linear
     exchange: ContextExchange | None = None
 
-    def __init__(self, core_spec: AttentionSpec, dropout: float, recomputes_core: bool) -> None:
+    def __init__(
+        self, core_spec: AttentionSpec, dropout: float, recompute_granularity: str | None
+    ) -> None:
         super().__init__()
         self.core_spec = core_spec
         self._dropout = dropout
-        self.recomputes_core = recomputes_core
+        self._recompute_granularity = recompute_granularity
         self.sinks: nn.Parameter | None = None
 
     def forward(
@@ -134,13 +137,18 @@ class Attention(nn.Module, abc.ABC):
         return self.exchange.to_positions(output.transpose(1, 2)).transpose(1, 2)
 
     def _recomputable_core(self, mixed: tuple[Tensor, ...], documents: Documents | None) -> Tensor:
-        query, key, value = mixed
-        if not (self.recomputes_core and self.training and torch.is_grad_enabled()):
-            return self._core_attention(query, key, value, documents)
-        output: Tensor = checkpoint(
-            self._core_attention, query, key, value, documents, use_reentrant=False
-        )
-        return output
+        has_gradients, granularity = torch.is_grad_enabled(), self._recompute_granularity
+        if has_gradients and self.training and granularity == "selective":
+            output: Tensor = checkpoint(
+                self._core_attention, *mixed, documents, use_reentrant=False
+            )
+            return output
+        gathers = self.exchange is not None and self.exchange.gathers_keys
+        if has_gradients and gathers and granularity is None:
+            # Keys and values of whole rows would be kept. A layer that is recomputed as a whole
+            # gathers them again anyway.
+            return keep_kernel_results(self._core_attention, *mixed, documents)
+        return self._core_attention(*mixed, documents)
 
     def _core_attention(
         self, query: Tensor, key: Tensor, value: Tensor, documents: Documents | None

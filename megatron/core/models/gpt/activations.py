@@ -43,7 +43,8 @@ class Microbatch:
         exchanges_tokens: whether tokens travel to experts on other ranks, as many coming as going.
         context_size: ranks that divide each sequence. What attention and delta nets keep of whole
             sequences of some heads takes as much as of slices of all heads.
-        gathers_keys: whether attention has the keys and values of all of these ranks instead.
+        gathers_keys: whether attention gathers keys and values instead, of which it keeps those of
+            this rank.
     """
 
     size: int
@@ -64,8 +65,8 @@ class Microbatch:
         return math.lcm(num_heads, self.context_size) // num_heads
 
     def num_key_copies(self, num_heads: int) -> int:
-        """How many ranks compute with each of these key heads of attention."""
-        return self.context_size if self.gathers_keys else self.num_head_copies(num_heads)
+        """How many ranks keep each of these key heads of attention."""
+        return 1 if self.gathers_keys else self.num_head_copies(num_heads)
 
 
 @dataclass(frozen=True)
