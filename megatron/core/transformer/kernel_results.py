@@ -1,13 +1,12 @@
-"""Attention that is computed again in backward, but for what its kernels return.
+"""Recomputation of attention that does not run its kernels again.
 
-Kernels of attention take most of its time, and their inputs may take far more memory than what
-they are made of: the keys and values of whole sequences, repeated or padded, which a rank gathers
-or makes again. `keep_kernel_results` keeps the results instead.
+The kernels take most of attention's time, and their inputs may take far more memory than the
+tensors that they are made of: with context parallelism, keys and values of whole sequences, which a
+rank can gather again. `keep_kernel_results` keeps the kernels' results instead of their inputs.
 
-PyTorch's selective checkpointing does the same, but autograd's hooks do not see the tensors that it
-keeps, so `--activation-offload` could not move them. Here an autograd function saves them. It is
-the last one of the forward, and so the first one of the backward, which hands them to the
-recomputation:
+PyTorch's selective checkpointing does the same, but hides the results from the hooks of saved
+tensors, so `--activation-offload` could not move them. Here an autograd function saves them. It
+runs last in forward, and therefore first in backward, where it passes them to the recomputation:
 
     forward    arguments -> keys of all ranks -> kernel -> results -> _Keep
     backward   _Keep: results -> arguments -> keys of all ranks -> backward of the kernel
@@ -31,8 +30,8 @@ _KERNELS = ("_scaled_dot_product", "varlen_attn")
 
 
 def keep_kernel_results(core: Callable[..., Tensor], *args: Any) -> Tensor:
-    """Returns `core(*args)`, which keeps for backward its arguments and the results of attention
-    kernels, and computes everything else again.
+    """Returns `core(*args)`. Its backward recomputes it from the arguments and from the results of
+    attention kernels, which are saved.
     """
     results: deque[Any] = deque()
     output = checkpoint(
@@ -47,7 +46,7 @@ def keep_kernel_results(core: Callable[..., Tensor], *args: Any) -> Tensor:
 
 
 class _Recording(TorchDispatchMode):
-    """Appends what each kernel returns to `results`."""
+    """Appends the result of each kernel to `results`."""
 
     def __init__(self, results: deque[Any]) -> None:
         super().__init__()
@@ -64,7 +63,7 @@ class _Recording(TorchDispatchMode):
 
 
 class _Replaying(TorchDispatchMode):
-    """Takes `results` instead of running kernels, in the same order."""
+    """Returns `results`, in their order, instead of running kernels."""
 
     def __init__(self, results: deque[Any]) -> None:
         super().__init__()
@@ -81,7 +80,7 @@ def _is_kernel(op: Any) -> bool:
 
 
 class _Keep(Function):
-    """The identity, which saves `results` in forward, and gives them back in backward."""
+    """The identity. Saves `results` in forward, and restores them in backward."""
 
     @staticmethod
     def forward(ctx: Any, output: Tensor, results: deque[Any]) -> Tensor:

@@ -105,7 +105,7 @@ def test_ranks_that_divide_sequences_keep_their_share(comm_type):
             return [_saved(config, torch.float32, comm_type) for config in models]
 
     batch = Microbatch(SIZE, SEQ, 4, "cpu")
-    part = replace(batch, context_size=4, gathers_keys=comm_type == "all_gather")
+    part = replace(batch, context_size=4, gathers=comm_type == "all_gather")
     for config, found in zip(models, run_ranks(4, kept)[1], strict=True):
         own, whole = (
             activation_bytes(model_spec(config), VOCAB, each, config.recompute_granularity).kept
