@@ -137,6 +137,7 @@ class Attention(nn.Module, abc.ABC):
         return self.exchange.to_positions(output.transpose(1, 2)).transpose(1, 2)
 
     def _recomputable_core(self, mixed: tuple[Tensor, ...], documents: Documents | None) -> Tensor:
+        query, key, value = mixed
         has_gradients, granularity = torch.is_grad_enabled(), self._recompute_granularity
         if has_gradients and self.training and granularity == "selective":
             output: Tensor = checkpoint(
@@ -148,7 +149,7 @@ class Attention(nn.Module, abc.ABC):
             # Keys and values of whole rows would be kept. A layer that is recomputed as a whole
             # gathers them again anyway.
             return keep_kernel_results(self._core_attention, *mixed, documents)
-        return self._core_attention(*mixed, documents)
+        return self._core_attention(query, key, value, documents)
 
     def _core_attention(
         self, query: Tensor, key: Tensor, value: Tensor, documents: Documents | None

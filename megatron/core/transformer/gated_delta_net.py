@@ -210,14 +210,15 @@ class GatedDeltaNet(nn.Module):
         documents: Documents | None,
     ) -> Tensor:
         """As `core`, of this rank's slice of each row. PyTorch computes it on every device."""
-        heads = self._by_head(self._convolved_slice(exchange, channels, documents), -1)
+        convolved = self._convolved_slice(exchange, channels, documents)
+        query, key, value = self._by_head(convolved, -1)
         if documents is not None:
             own = exchange.part.of_rank(channels.shape[1])
             is_start = torch.zeros(documents.num_positions, dtype=torch.bool, device=beta.device)
             is_start.index_fill_(0, documents.starts(beta.device), True)
             is_start = is_start.view(len(beta), -1)[:, own.start : own.stop]
             log_decay = log_decay.masked_fill(is_start.unsqueeze(2), -math.inf)
-        return gated_delta_rule(*heads, log_decay, beta, exchange=exchange)
+        return gated_delta_rule(query, key, value, log_decay, beta, exchange=exchange)
 
     def _convolved_slice(
         self, exchange: ContextExchange, channels: Tensor, documents: Documents | None
@@ -230,13 +231,15 @@ class GatedDeltaNet(nn.Module):
             before = F.pad(ends.flatten(2), (0, 0, reach, 0))
             start = exchange.part.rank * min(reach, length)
             channels = torch.cat((before[:, start : start + reach], channels), dim=1)
+        convolved: Tensor
         if documents is None:
-            return self.conv1d(channels)[:, reach:]
+            convolved = self.conv1d(channels)
+            return convolved[:, reach:]
 
         own = exchange.part.of_rank(length)
         documents = documents.cut(range(own.start - reach, own.stop), length * exchange.part.size)
-        row = self.conv1d(channels.flatten(0, 1).unsqueeze(0), documents)
-        return row.view(channels.shape)[:, reach:]
+        convolved = self.conv1d(channels.flatten(0, 1).unsqueeze(0), documents)
+        return convolved.view(channels.shape)[:, reach:]
 
     def _by_head(self, channels: Tensor, dim: int) -> Iterator[Tensor]:
         """Queries, keys and values, whose channels are at `dim`, as [..., heads, head_dim, ...]."""

@@ -45,12 +45,14 @@ def keep_kernel_results(core: Callable[..., Tensor], *args: Any) -> Tensor:
     return kept
 
 
-class _Recording(TorchDispatchMode):
-    """Appends the result of each kernel to `results`."""
-
+class _KernelMode(TorchDispatchMode):
     def __init__(self, results: deque[Any]) -> None:
-        super().__init__()
-        self._results = results
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.results = results
+
+
+class _Recording(_KernelMode):
+    """Appends the result of each kernel to `results`."""
 
     def __torch_dispatch__(
         self, op: Any, types: Sequence[type], args: Any = (), kwargs: Any = None
@@ -58,21 +60,17 @@ class _Recording(TorchDispatchMode):
         returned = op(*args, **(kwargs or {}))
         if _is_kernel(op):
             # Autograd makes the returned tensors part of the graph.
-            self._results.append(tree_map_only(Tensor, Tensor.detach, returned))
+            self.results.append(tree_map_only(Tensor, Tensor.detach, returned))
         return returned
 
 
-class _Replaying(TorchDispatchMode):
+class _Replaying(_KernelMode):
     """Returns `results`, in their order, instead of running kernels."""
-
-    def __init__(self, results: deque[Any]) -> None:
-        super().__init__()
-        self._results = results
 
     def __torch_dispatch__(
         self, op: Any, types: Sequence[type], args: Any = (), kwargs: Any = None
     ) -> Any:
-        return self._results.popleft() if _is_kernel(op) else op(*args, **(kwargs or {}))
+        return self.results.popleft() if _is_kernel(op) else op(*args, **(kwargs or {}))
 
 
 def _is_kernel(op: Any) -> bool:
