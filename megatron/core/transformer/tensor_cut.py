@@ -134,7 +134,8 @@ def tensor_cuts(model: nn.Module) -> dict[nn.Parameter, TensorCut]:
     """How tensor parallelism divides the parameters of a model. Others are whole on every rank.
 
     A module declares its own: `tensor_dims` maps their names in the module to the dims that are
-    divided. The sections of dim 0 are those of `HasSections`.
+    divided. The sections of dim 0 are those of `HasSections`; or, where checkpoints store the
+    parameter whole, those that `tensor_sections` maps its name to.
 
     Raises:
         ValueError: for a shared parameter that its modules declare differently.
@@ -157,4 +158,5 @@ def tensor_cuts(model: nn.Module) -> dict[nn.Parameter, TensorCut]:
 def _cut_of_rows(module: nn.Module, name: str, parameter: nn.Parameter) -> TensorCut:
     if isinstance(module, HasSections):
         return TensorCut(0, module.sections_of(name).sizes)
-    return TensorCut(0, (parameter.shape[0],))
+    sections: Mapping[str, tuple[int, ...]] = getattr(module, "tensor_sections", {})
+    return TensorCut(0, sections.get(name) or (parameter.shape[0],))
