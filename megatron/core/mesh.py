@@ -26,6 +26,7 @@ DATA_PARALLEL_AXIS = "dp"
 OUTER_AXIS, INNER_AXIS = "dp_outer", "dp_inner"
 # Of experts: ranks of one place in different groups of ranks, and the groups that have all experts.
 EXPERT_DATA_AXIS, EXPERT_AXIS = "edp", "ep"
+TENSOR_AXIS = "tp"  # of tensor parallelism: ranks that divide weights; the last one of its mesh
 # Of context parallelism: ranks that read different samples, and ranks that divide a sequence.
 SAMPLES_AXIS, CONTEXT_AXIS = "samples", "cp"
 
@@ -88,6 +89,24 @@ def hybrid_shape(num_ranks: int, num_instances: int) -> tuple[int, int]:
     return (num_instances, num_ranks // num_instances)
 
 
+def build_tensor_mesh(
+    device_kind: str, num_ranks: int, tensor_size: int, num_instances: int = 1
+) -> DeviceMesh:
+    """A mesh for parameters that tensor parallelism divides: as `build_expert_mesh`, with the axes
+    (dp, tp).
+    """
+    axes = tensor_axes(num_ranks, tensor_size, num_instances)
+    return _build(device_kind, tuple(axes.values()), tuple(axes))
+
+
+def tensor_axes(num_ranks: int, tensor_size: int, num_instances: int = 1) -> dict[str, int]:
+    """Ranks along each axis of `build_tensor_mesh`, by its name. ValueError for ranks that cannot
+    be divided.
+    """
+    names = DATA_PARALLEL_AXIS, TENSOR_AXIS
+    return _kept_axes(num_ranks, tensor_size, num_instances, names, "a tensor-parallel size")
+
+
 def build_expert_mesh(
     device_kind: str, num_ranks: int, expert_size: int, num_instances: int = 1
 ) -> DeviceMesh:
@@ -110,15 +129,22 @@ def build_expert_mesh(
 
 def expert_axes(num_ranks: int, expert_size: int, num_instances: int = 1) -> dict[str, int]:
     """Ranks along each axis of `build_expert_mesh`, which documents the error, by its name."""
-    unit = expert_size * num_instances
+    names = EXPERT_DATA_AXIS, EXPERT_AXIS
+    return _kept_axes(num_ranks, expert_size, num_instances, names, "an expert-parallel size")
+
+
+def _kept_axes(
+    num_ranks: int, size: int, num_instances: int, names: tuple[str, str], what: str
+) -> dict[str, int]:
+    unit = size * num_instances
     if num_ranks % unit:
         raise ValueError(
-            f"Expected an expert-parallel size that divides {num_ranks} ranks, got "
-            f"{expert_size} in {counted(num_instances, 'instance')}."
+            f"Expected {what} that divides {num_ranks} ranks, got {size} in "
+            f"{counted(num_instances, 'instance')}."
         )
 
     outer = {OUTER_AXIS: num_instances} if num_instances > 1 else {}
-    return {**outer, EXPERT_DATA_AXIS: num_ranks // unit, EXPERT_AXIS: expert_size}
+    return {**outer, names[0]: num_ranks // unit, names[1]: size}
 
 
 def _build(device_kind: str, shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:

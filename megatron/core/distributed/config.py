@@ -47,6 +47,13 @@ class DataParallelConfig:
         requires="num_experts",
         no_effect_unless="use_megatron_fsdp",
     )
+    tensor_model_parallel_size: int = option(
+        1,
+        "tensor parallelism: consecutive ranks that divide the weights of each layer among them; "
+        "they read the same samples",
+        at_least=1,
+        no_effect_unless="use_megatron_fsdp",
+    )
     context_parallel_size: int = option(
         1,
         "context parallelism: consecutive ranks that divide each sequence among them; they read "

@@ -1,9 +1,9 @@
 """Tensor parallelism: the heads and channels of each layer divided over ranks.
 
-`TensorGroup` takes the place of `tensor` in attention, gated delta nets, MLPs, the embedding and the
-output projection: see tensor_exchange.py for what they do with it. Between the layers each rank has
-some positions of its rows (sequence parallelism), so a norm, a router or a residual addition is
-computed once, and the two all-reduces of a layer are an all-gather and a reduce-scatter each:
+`TensorGroup` takes the place of `tensor` in attention, gated delta nets, MLPs, the embedding and
+the output projection; tensor_exchange.py says what they do with it. Between the layers each rank
+has some positions of its rows (sequence parallelism), so a norm, a router or a residual addition is
+computed once, and each of the two parts of a layer gathers its inputs and scatters its outputs:
 
                 forward                                 backward
     gather      all-gather of the inputs                all-gather of the inputs again, for the
@@ -50,7 +50,6 @@ from megatron.core.transformer.router import Router
 from megatron.core.transformer.sequence_slice import SequenceSlice
 from megatron.core.transformer.spec import (
     AttentionSpec,
-    DenseSpec,
     GatedDeltaNetSpec,
     LayerSpec,
     MoeSpec,
@@ -70,7 +69,10 @@ def check_tensor(layer: LayerSpec, num_ranks: int) -> None:
     else:
         counts["attention heads"] = mixer.num_heads
     if isinstance(mixer, AttentionSpec):
-        counts["key and value heads"] = mixer.num_key_value_heads
+        # Of heads that are fewer than the ranks, ranks compute channels: `_whole_head`.
+        if num_ranks % mixer.num_key_value_heads:
+            counts["key and value heads"] = mixer.num_key_value_heads
+        counts["channels of keys"] = mixer.key_value_size
         if mixer.qk_norm is not None and not mixer.qk_norm_is_per_head and num_ranks > 1:
             raise ValueError(
                 f"Expected norms of queries and keys that are of each head with {num_ranks} ranks "

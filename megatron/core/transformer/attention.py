@@ -11,7 +11,7 @@ from megatron.core.transformer.fused_weight import FusedLinear, FusedWeight, Lin
 from megatron.core.transformer.norms import build_norm
 from megatron.core.transformer.rotary import RotaryAngles, apply_rotary
 from megatron.core.transformer.spec import AttentionSpec, Sinks
-from megatron.core.transformer.tensor_exchange import gathered_linear
+from megatron.core.transformer.tensor_exchange import TensorExchange, gathered_linear
 
 
 class SelfAttention(Attention):
@@ -80,7 +80,24 @@ class SelfAttention(Attention):
         """See `Attention`."""
         projected = gathered_linear(self.linear_qkv, hidden, self.tensor)
         query, *gate, key, value = self.linear_qkv.split(projected)
+        if self.tensor is not None and key.shape[-1] % self.spec.head_dim:
+            key, value = self._whole_head(key, value, self.tensor)
         return self._heads(query, key, value, rotary), tuple(gate)
+
+    def _whole_head(
+        self, key: Tensor, value: Tensor, tensor: TensorExchange
+    ) -> tuple[Tensor, Tensor]:
+        """The key and value head of this rank's query heads, from parts of heads: [batch, seq,
+        head_dim] both. Several ranks compute a head's channels, and all of them need it.
+        """
+        parts = tensor.gather(torch.cat((key, value), dim=-1).transpose(1, 2))
+        # [batch, ranks, key and value, channels of a part, seq]
+        parts = parts.unflatten(1, (tensor.num_ranks, 2, -1))
+        ranks_per_head = tensor.num_ranks // self.spec.num_key_value_heads
+        first = tensor.rank // ranks_per_head * ranks_per_head
+        head = parts.narrow(1, first, ranks_per_head).transpose(1, 2).flatten(2, 3)
+        key, value = head.transpose(2, 3).unbind(1)
+        return key, value
 
     def _heads(
         self, query: Tensor, key: Tensor, value: Tensor, rotary: RotaryAngles | None

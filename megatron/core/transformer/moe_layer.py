@@ -135,7 +135,9 @@ class MoELayer(nn.Module):
     def _mix(
         self, hidden: Tensor, lengths: Sequence[int] | None = None, num_tokens: int | None = None
     ) -> tuple[Tensor, RouterReport]:
-        """As `forward`, without padding and shared experts. See `Router.forward` for the arguments."""
+        """As `forward`, of the routed experts and without padding. See `Router.forward` for the
+        arguments.
+        """
         routing = self.router(hidden, lengths, num_tokens)
         order = self._order(routing)
 

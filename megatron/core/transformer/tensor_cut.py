@@ -29,12 +29,17 @@ class StoredBox(NamedTuple):
     """A box of a parameter in global coordinates, and the stored rows that hold it.
 
     Attributes:
-        rows: stored rows; flattened, they have the elements of the box in its order.
+        rows: stored rows, in the order of the box: [len(rows), ...] has its `sizes`.
     """
 
     rows: range
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
+
+    def slices(self) -> tuple[slice, ...]:
+        """The box as an index of the global tensor."""
+        pairs = zip(self.offsets, self.sizes, strict=True)
+        return tuple(slice(start, start + size) for start, size in pairs)
 
 
 @dataclass(frozen=True)
@@ -56,6 +61,11 @@ class TensorCut:
                 f"Expected dim 0 with sections or dim 1 without, got dim {self.dim} with "
                 f"{self.sections}."
             )
+
+    @property
+    def reorders(self) -> bool:
+        """Whether the stored order differs from the global one, for several parts."""
+        return self.dim == 1 or len(self.sections) > 1
 
     def check(self, shape: Sequence[int], num_parts: int, name: str) -> None:
         """ValueError for a parameter that cannot be divided.
@@ -80,6 +90,13 @@ class TensorCut:
         """The shape of all parts, stored one after the other along dim 0."""
         rows, *row = self.part_shape(shape, num_parts)
         return (rows * num_parts, *row)
+
+    def global_shape(self, stored_shape: Sequence[int], num_parts: int) -> tuple[int, ...]:
+        """The reverse of `stored_shape`."""
+        sizes = list(stored_shape)
+        sizes[0] //= num_parts
+        sizes[self.dim] *= num_parts
+        return tuple(sizes)
 
     def part_shape(self, shape: Sequence[int], num_parts: int) -> tuple[int, ...]:
         """The shape of each rank's part, with which its module computes."""
@@ -146,7 +163,7 @@ def tensor_cuts(model: nn.Module) -> dict[nn.Parameter, TensorCut]:
         for name, parameter in module._parameters.items():
             if parameter is None or name not in dims:
                 continue
-            cut = TensorCut(dims[name]) if dims[name] else _cut_of_rows(module, name, parameter)
+            cut = _cut_of(module, name, parameter, dims[name])
             if found.setdefault(parameter, cut) != cut:
                 raise ValueError(
                     f"{module_name}.{name} is shared with a module that divides it by "
@@ -155,8 +172,14 @@ def tensor_cuts(model: nn.Module) -> dict[nn.Parameter, TensorCut]:
     return found
 
 
-def _cut_of_rows(module: nn.Module, name: str, parameter: nn.Parameter) -> TensorCut:
+def _cut_of(module: nn.Module, name: str, parameter: nn.Parameter, dim: int) -> TensorCut:
+    declared: Mapping[str, tuple[int, ...]] = getattr(module, "tensor_sections", {})
+    sections = declared.get(name, (parameter.shape[0],))
     if isinstance(module, HasSections):
-        return TensorCut(0, module.sections_of(name).sizes)
-    sections: Mapping[str, tuple[int, ...]] = getattr(module, "tensor_sections", {})
-    return TensorCut(0, sections.get(name) or (parameter.shape[0],))
+        sections = module.sections_of(name).sizes
+    if dim and len(sections) > 1:
+        raise ValueError(
+            f"Tensor parallelism divides the columns of {name} in a {type(module).__name__}, whose "
+            f"rows are {len(sections)} sections; divide its rows instead."
+        )
+    return TensorCut(dim, () if dim else sections)

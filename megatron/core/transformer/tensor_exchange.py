@@ -1,8 +1,8 @@
 """Tensor parallelism as layers see it: ranks that have parts of a layer's heads or channels.
 
-The residual stream is divided by positions: each rank has [batch, seq / ranks, hidden], the ranks in
-the order of the positions. A layer gathers all positions, computes its rank's heads or channels of
-them, and scatters the sums:
+The residual stream is divided by positions: each rank has [batch, seq / ranks, hidden], the ranks
+in the order of the positions. A layer gathers all positions, computes its rank's heads or channels
+of them, and scatters the sums:
 
     norm     [batch, seq / ranks, hidden]     the positions of this rank
     gather   [batch, seq, hidden]             all positions
@@ -64,7 +64,7 @@ class TensorExchange(Protocol):
 
 
 def gathered_linear(layer: Linear, hidden: Tensor, exchange: TensorExchange | None) -> Tensor:
-    """The output of a layer that has a part of the output channels; without an exchange all of them.
+    """The output of a layer that has a part of the output channels, or all without an exchange.
 
     Args:
         hidden: [batch, seq / ranks, in].
@@ -78,7 +78,7 @@ def gathered_linear(layer: Linear, hidden: Tensor, exchange: TensorExchange | No
 
 
 def scattered_linear(layer: Linear, inner: Tensor, exchange: TensorExchange | None) -> Tensor:
-    """The output of a layer that has a part of the input channels; without an exchange all of them.
+    """The output of a layer that has a part of the input channels, or all without an exchange.
 
     Args:
         inner: [batch, seq, in / ranks].

@@ -4,9 +4,6 @@ computes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import pytest
@@ -16,15 +13,14 @@ from torch import Tensor, nn
 
 from megatron.core.distributed.context import A2A, ALL_GATHER, divide_context
 from megatron.core.distributed.experts import divide_experts
-from megatron.core.distributed.tensor import TensorGroup, check_tensor, divide_tensor
+from megatron.core.distributed.tensor import check_tensor, divide_tensor
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.config import TransformerConfig
 from megatron.core.transformer.documents import Documents
 from megatron.core.transformer.experts import ExpertLinear
-from megatron.core.transformer.layer_specs import model_spec
 from megatron.core.transformer.linear_cross_entropy import WeightedLoss
 from megatron.core.transformer.tensor_cut import TensorCut, tensor_cuts
-from tests.helpers.ranks import on_ranks, run_ranks
+from tests.helpers.ranks import run_ranks
 
 VOCAB, BATCH, SEQ = 96, 2, 48
 DENSE = {
@@ -35,7 +31,7 @@ DENSE = {
     "group_query_attention": True,
     "ffn_hidden_size": 96,
     "max_position_embeddings": SEQ,
-    "init_method_std": 0.2,
+    "init_method_std": 0.1,
     "attention_dropout": 0.0,
     "hidden_dropout": 0.0,
 }
@@ -67,6 +63,8 @@ HYBRID = {
 }
 MODELS: dict[str, dict[str, Any]] = {
     "grouped queries and SwiGLU": {"swiglu": True, "qk_layernorm": True},
+    "one key head": {"num_query_groups": 1, "qk_layernorm": True, "normalization": "RMSNorm"},
+    "two key heads": {"num_query_groups": 2},
     "biases, no gate, and untied embeddings": {
         "add_bias_linear": True,
         "add_qkv_bias": True,
