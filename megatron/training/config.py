@@ -524,22 +524,28 @@ class RunConfig:
         instances = self.parallel.num_distributed_optimizer_instances
         expected = f"a divisor of {counted(world_size // instances, 'rank')} of each instance"
         expect(world_size // instances % size == 0, flag, expected, size)
-        for name, number in self._divided_by_tensor().items():
+        for name, number in self._divided_by_tensor(size).items():
             expect(number % size == 0, flag, f"a divisor of {name} {number}", size)
 
         has_one_norm = model.qk_layernorm_across_heads and not all(model.linear_layers())
         expect(not has_one_norm, flag, "1 with --qk-layernorm-across-heads", size)
         optimizer = self.optimizer.optimizer
         expect(optimizer != "muon", "--optimizer", f"another than muon with {flag}", optimizer)
+        compiles = self.execution.compile_layers
+        expect(not compiles, "--compile-layers", f"layers of one rank, without {flag}", compiles)
 
-    def _divided_by_tensor(self) -> dict[str, int]:
+    def _divided_by_tensor(self, size: int) -> dict[str, int]:
         """The numbers that the tensor-parallel size must divide, by flag."""
         model, found = self.model, dict[str, int]()
         is_linear, has_experts = model.linear_layers(), model.expert_layers()
         if not all(is_linear):
             found["--num-attention-heads"] = model.num_attention_heads
-            if not model.multi_latent_attention:
-                found["--num-query-groups"] = model.num_key_value_heads
+            groups = model.num_key_value_heads
+            if not model.multi_latent_attention and size % groups:
+                found["--num-query-groups"] = groups
+            elif not model.multi_latent_attention:
+                # Ranks divide the channels of heads that are fewer.
+                found["--num-query-groups x --kv-channels"] = groups * model.head_dim
         if any(is_linear):
             found["--linear-num-key-heads"] = model.linear_num_key_heads
             found["--linear-num-value-heads"] = model.linear_num_value_heads

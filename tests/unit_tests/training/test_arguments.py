@@ -323,7 +323,8 @@ TENSOR = "--tensor-model-parallel-size"
         (f"{TENSOR} 0", TENSOR),
         (f"{TENSOR} 3", TENSOR),
         (f"{TENSOR} 4", TENSOR),  # of 2 heads
-        (f"{TENSOR} 2 --group-query-attention --num-query-groups 1", TENSOR),
+        (f"{TENSOR} 2 --group-query-attention --num-query-groups 1 --kv-channels 3", TENSOR),
+        (f"{TENSOR} 2 --compile-layers", "--compile-layers"),
         (f"{TENSOR} 2 --ffn-hidden-size 15", TENSOR),
         (f"{TENSOR} 2 {DELTA_NETS.replace('key-heads 2', 'key-heads 1')}", TENSOR),
         (f"{TENSOR} 2 --num-experts 4 --moe-shared-expert-intermediate-size 5", TENSOR),
