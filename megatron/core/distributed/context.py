@@ -38,6 +38,7 @@ from megatron.core.distributed.fsdp.collectives import all_gather_on_device
 from megatron.core.distributed.fsdp.group_plan import THE_MODEL
 from megatron.core.issued_collectives import issuing
 from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.models.multimodal.vision_language_model import VisionLanguageModel
 from megatron.core.transformer.attention_core import Attention
 from megatron.core.transformer.gated_delta_net import GatedDeltaNet
 from megatron.core.transformer.moe_layer import MoELayer
@@ -100,10 +101,15 @@ def divide_context(
         noted = None if record is None else partial(record, module)
         module.exchange = PositionExchange(group, comm_type, name or THE_MODEL, noted)
 
-    own = SequenceSlice(dist.get_rank(group), num_ranks, partial(_total, group))
+    own = slice_of(group)
     for part in model.modules():
-        if isinstance(part, (GPTModel, MoELayer, Router)):
+        if isinstance(part, (GPTModel, VisionLanguageModel, MoELayer, Router)):
             part.sequence_slice = own
+
+
+def slice_of(group: dist.ProcessGroup) -> SequenceSlice:
+    """The part of each sequence that is this rank's among the ranks of a group."""
+    return SequenceSlice(dist.get_rank(group), dist.get_world_size(group), partial(_total, group))
 
 
 def _total(group: dist.ProcessGroup, tensor: Tensor) -> Tensor:

@@ -24,6 +24,7 @@ from megatron.core.distributed.fsdp.module import FsdpModule
 from megatron.core.distributed.fsdp.parameter_grouping import TensorSharding
 from megatron.core.distributed.fsdp.placement import Flat, Placements
 from megatron.core.distributed.fsdp.precision import MixedPrecisionPolicy, OffloadPolicy
+from megatron.core.distributed.tensor import divide_tensor
 from megatron.core.distributed.units import Unit, units_of
 from megatron.core.dtypes import DTYPES
 from megatron.core.mesh import (
@@ -31,6 +32,7 @@ from megatron.core.mesh import (
     EXPERT_AXIS,
     INNER_AXIS,
     OUTER_AXIS,
+    TENSOR_AXIS,
     build_context_mesh,
     build_expert_mesh,
     build_hybrid_mesh,
@@ -140,6 +142,8 @@ def shard_model(
     if context_mesh is not None:
         group = context_mesh.get_group(CONTEXT_AXIS)
         divide_context(model, group, config.cp_comm_type, _recorder(model))
+    if tensor is not None:
+        divide_tensor(model, tensor.mesh.get_group(TENSOR_AXIS), _recorder(model))
 
 
 def _recorder(model: nn.Module) -> Callable[[nn.Module, bool], None]:

@@ -11,9 +11,9 @@ from __future__ import annotations
 import importlib
 import logging
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import cache, partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -29,6 +29,11 @@ from megatron.core.transformer.documents import Documents
 from megatron.core.transformer.fused_weight import FusedLinear, FusedWeight, Linear
 from megatron.core.transformer.rotary import RotaryAngles
 from megatron.core.transformer.spec import GatedDeltaNetSpec
+from megatron.core.transformer.tensor_exchange import (
+    TensorExchange,
+    gathered_linear,
+    scattered_linear,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -50,6 +55,8 @@ class Decay(Fp32Module):
     Attributes:
         A_log, dt_bias: [num_value_heads] fp32. Names and case are as in all published models.
     """
+
+    tensor_dims: ClassVar[Mapping[str, int]] = {"A_log": 0, "dt_bias": 0}
 
     def __init__(self, num_value_heads: int) -> None:
         super().__init__()
@@ -109,10 +116,11 @@ class GatedDeltaNet(nn.Module):
         output_init_std: that of the output projection's.
 
     Attributes:
-        exchange: see `Attention`.
+        exchange, tensor: see `Attention`.
     """
 
     exchange: ContextExchange | None = None
+    tensor: TensorExchange | None = None
 
     def __init__(
         self, spec: GatedDeltaNetSpec, hidden_size: int, *, init_std: float, output_init_std: float
@@ -130,11 +138,15 @@ class GatedDeltaNet(nn.Module):
             ),
             num_heads=(*[spec.num_key_heads] * 2, *[spec.num_value_heads] * 2, 1, 1),
         )
-        self.in_proj = FusedLinear(hidden_size, sections, bias=False, init_std=init_std)
-        self.conv1d = CausalConv1d(2 * spec.key_size + spec.value_size, spec.conv_kernel)
+        self.in_proj = FusedLinear(
+            hidden_size, sections, bias=False, init_std=init_std, tensor_dim=0
+        )
+        self.conv1d = CausalConv1d(sections.sizes[:3], spec.conv_kernel)
         self.decay = Decay(spec.num_value_heads)
         self.out_norm = GatedRMSNorm(spec.value_head_dim, spec.norm_eps)
-        self.out_proj = Linear(spec.value_size, hidden_size, bias=False, init_std=output_init_std)
+        self.out_proj = Linear(
+            spec.value_size, hidden_size, bias=False, init_std=output_init_std, tensor_dim=1
+        )
 
     def forward(
         self,
@@ -165,17 +177,11 @@ class GatedDeltaNet(nn.Module):
         channels], log decays and betas [batch, seq, value heads] fp32. And the output's other
         input: the gate [batch, seq, value_size].
         """
-        spec = self.spec
+        projected = gathered_linear(self.in_proj, hidden, self.tensor)
         # In four parts, not in the six sections: the convolution takes three of them as one.
-        mixed, z, beta, alpha = self.in_proj(hidden).split(
-            (
-                2 * spec.key_size + spec.value_size,
-                spec.value_size,
-                spec.num_value_heads,
-                spec.num_value_heads,
-            ),
-            dim=-1,
-        )
+        num_parts = self.in_proj.fused.num_rows // projected.shape[-1]
+        sizes = sum(self.in_proj.fused.sizes[:3]), *self.in_proj.fused.sizes[3:]
+        mixed, z, beta, alpha = projected.split([size // num_parts for size in sizes], dim=-1)
         if self.exchange is not None:
             # Saved for backward: a view would keep the rest, too.
             z = z.clone()
@@ -202,7 +208,9 @@ class GatedDeltaNet(nn.Module):
     def _by_head(self, channels: Tensor, dim: int) -> Iterator[Tensor]:
         """Queries, keys and values, whose channels are at `dim`, as [..., heads, head_dim, ...]."""
         spec = self.spec
-        sections = channels.split((spec.key_size, spec.key_size, spec.value_size), dim=dim)
+        # Of all heads, or of equal parts of the sections.
+        key_size = spec.key_size * channels.shape[dim] // (2 * spec.key_size + spec.value_size)
+        sections = channels.tensor_split((key_size, 2 * key_size), dim=dim)
         widths = (spec.key_head_dim, spec.key_head_dim, spec.value_head_dim)
         for section, width in zip(sections, widths, strict=True):
             yield section.unflatten(dim, (-1, width))
@@ -239,8 +247,7 @@ class GatedDeltaNet(nn.Module):
     def output(self, read: Tensor, gate: tuple[Tensor, ...]) -> Tensor:
         """From the core's result: [batch, seq, hidden]."""
         gated = self.out_norm(read, gate[0].unflatten(-1, (-1, self.spec.value_head_dim)))
-        projected: Tensor = self.out_proj(gated.flatten(-2))
-        return projected
+        return scattered_linear(self.out_proj, gated.flatten(-2), self.tensor)
 
 
 def _delta_rule(
