@@ -203,7 +203,9 @@ class FusedLinear(HasSections, Linear):
         section.num_rows]. Of a part of the weight: equal parts of both.
         """
         num_parts = self.fused.num_rows // output.shape[-1]
-        return output.split([size // num_parts for size in self.fused.sizes], dim=-1)
+        sizes = [size // num_parts for size in self.fused.sizes]
+        sections: tuple[Tensor, ...] = output.split(sizes, dim=-1)
+        return sections
 
 
 def fused_weights(model: nn.Module) -> dict[str, FusedWeight]:

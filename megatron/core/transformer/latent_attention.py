@@ -112,7 +112,7 @@ class LatentAttention(Attention):
                 latent = self.q_layernorm(latent)
             query = gathered_linear(self.linear_q_up_proj, latent, self.tensor)
 
-        query = query.unflatten(-1, (-1, self.spec.head_dim))
+        query = query.view(*query.shape[:-1], -1, self.spec.head_dim)
         if rotary is None:
             return query
         content, turned = query.split((self.spec.content_dim, self.spec.rotary_dim), dim=-1)

@@ -155,7 +155,8 @@ class RoutingReport(NamedTuple):
     def over(self, tensor: TensorExchange) -> RoutingReport:
         """With the losses' means over ranks that have different positions and one loss."""
         losses = torch.stack((self.balance_loss, self.z_loss)) / tensor.num_ranks
-        return RoutingReport(*tensor.total(losses).unbind(), self.load)
+        balance_loss, z_loss = tensor.total(losses)
+        return RoutingReport(balance_loss, z_loss, self.load)
 
 
 class TransformerBlock(nn.Module):
