@@ -280,7 +280,9 @@ def _compare(
             elif whole.dim() and name != "losses" and name not in experts:
                 part = _mean(part, ranks.tensor) * tensor_size
             errors[name] = float((part - whole).norm() / (whole.norm() + 1e-30))
-    wrong = {name: error for name, error in errors.items() if not error < 1e-6}
+    # Gradients of weights of norms are small sums of large terms of either sign.
+    limits = {name: 5e-6 if "." in name else 1e-6 for name in errors}
+    wrong = {name: error for name, error in errors.items() if not error < limits[name]}
     assert not wrong, wrong
 
 
