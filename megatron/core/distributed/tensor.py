@@ -56,7 +56,7 @@ from megatron.core.transformer.spec import (
 )
 from megatron.core.transformer.tensor_cut import tensor_cuts
 
-_TAG = tag_of(1, 0x7E50)  # of messages in a group that may be the lanes' group
+_TAG = tag_of(*b"tensor")  # of messages over a group that lanes may use, too
 
 
 def check_tensor(layer: LayerSpec, num_ranks: int) -> None:
