@@ -54,19 +54,25 @@ def build_mesh(device_kind: str, num_ranks: int | None = None) -> DeviceMesh:
     return init_device_mesh(device_kind, (size,), mesh_dim_names=(DATA_PARALLEL_AXIS,))
 
 
-def build_context_mesh(device_kind: str, num_ranks: int, context_size: int) -> DeviceMesh:
-    """A mesh of two axes over the ranks of `build_mesh`; the inner one has `context_size`
-    consecutive ranks, which divide each sequence among them. Parameters are not sharded over it.
+def build_context_mesh(
+    device_kind: str, num_ranks: int, context_size: int, tensor_size: int = 1
+) -> DeviceMesh:
+    """A mesh over the ranks of `build_mesh` with the axes (samples, cp), or (samples, cp, tp) with
+    tensor parallelism. The `context_size` ranks of the second axis divide each sequence; they are
+    consecutive, or `tensor_size` apart. Parameters are not sharded over it.
 
     Raises:
-        ValueError: if the ranks cannot be divided into groups of `context_size`.
+        ValueError: if the ranks cannot be divided into groups of `context_size * tensor_size`.
     """
-    if num_ranks % context_size:
+    unit = context_size * tensor_size
+    if num_ranks % unit:
         raise ValueError(
-            f"Expected a context-parallel size that divides {num_ranks} ranks, got {context_size}."
+            f"Expected a context-parallel size that divides {num_ranks} ranks, got {context_size}"
+            f"{f' with {tensor_size} tensor-parallel ranks' if tensor_size > 1 else ''}."
         )
-    shape = (num_ranks // context_size, context_size)
-    return _build(device_kind, shape, (SAMPLES_AXIS, CONTEXT_AXIS))
+    inner = {TENSOR_AXIS: tensor_size} if tensor_size > 1 else {}
+    axes = {SAMPLES_AXIS: num_ranks // unit, CONTEXT_AXIS: context_size, **inner}
+    return _build(device_kind, tuple(axes.values()), tuple(axes))
 
 
 def build_hybrid_mesh(device_kind: str, num_ranks: int, num_instances: int) -> DeviceMesh:

@@ -156,6 +156,7 @@ def microbatch_of(config: EngineConfig, device_kind: str) -> Microbatch:
         exchanges_tokens=config.parallel.expert_model_parallel_size > 1,
         context_size=config.parallel.context_parallel_size,
         gathers_keys=config.parallel.cp_comm_type == "all_gather",
+        tensor_size=config.parallel.tensor_model_parallel_size,
     )
 
 

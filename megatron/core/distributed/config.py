@@ -49,8 +49,8 @@ class DataParallelConfig:
     )
     tensor_model_parallel_size: int = option(
         1,
-        "tensor parallelism: consecutive ranks that divide the weights of each layer among them; "
-        "they read the same samples",
+        "tensor parallelism: consecutive ranks that divide the weights of each layer, and the "
+        "positions between layers; they read the same samples (docs/training.md)",
         at_least=1,
         no_effect_unless="use_megatron_fsdp",
     )
@@ -128,29 +128,42 @@ class DataParallelConfig:
             self.context_parallel_size,
         )
 
+    @property
+    def ranks_per_sample(self) -> int:
+        """The number of ranks that read the same samples and divide their computation."""
+        return self.tensor_model_parallel_size * self.context_parallel_size
+
     def data_parallel_size(self, world_size: int) -> int:
         """The number of ranks that read different samples.
 
         Raises:
-            ConfigError: the ranks cannot be divided by the context-parallel size.
+            ConfigError: the ranks cannot be divided by the tensor- and context-parallel sizes.
         """
-        size = self.context_parallel_size
+        tensor_size, context_size = self.tensor_model_parallel_size, self.context_parallel_size
+        ranks = counted(world_size, "rank")
         expect(
-            world_size % size == 0,
-            "--context-parallel-size",
-            f"a divisor of {counted(world_size, 'rank')}",
-            size,
+            world_size % tensor_size == 0,
+            "--tensor-model-parallel-size",
+            f"a divisor of {ranks}",
+            tensor_size,
         )
-        return world_size // size
+        groups = ranks if tensor_size == 1 else f"{ranks} / --tensor-model-parallel-size"
+        expect(
+            world_size // tensor_size % context_size == 0,
+            "--context-parallel-size",
+            f"a divisor of {groups}",
+            context_size,
+        )
+        return world_size // self.ranks_per_sample
 
     def data_parallel_rank(self, rank: int) -> int:
         """The index of the samples that a rank reads, in range(data_parallel_size)."""
-        return rank // self.context_parallel_size
+        return rank // self.ranks_per_sample
 
     @property
     def has_exchanges(self) -> bool:
         """Whether layers send tokens to other ranks in forward and backward."""
-        return max(self.expert_model_parallel_size, self.context_parallel_size) > 1
+        return max(self.expert_model_parallel_size, self.ranks_per_sample) > 1
 
     @property
     def is_sharded(self) -> bool:
@@ -166,6 +179,8 @@ class DataParallelConfig:
             return "unsharded"
 
         divided = ""
+        if self.tensor_model_parallel_size > 1:
+            divided += f", layers divided by {self.tensor_model_parallel_size}"
         if self.expert_model_parallel_size > 1:
             divided += f", experts divided by {self.expert_model_parallel_size}"
         if self.context_parallel_size > 1:

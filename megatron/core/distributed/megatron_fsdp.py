@@ -116,7 +116,9 @@ def shard_model(
         )
     context_mesh = None
     if config.context_parallel_size > 1:
-        context_mesh = build_context_mesh(device.kind, num_ranks, config.context_parallel_size)
+        context_mesh = build_context_mesh(
+            device.kind, num_ranks, config.context_parallel_size, config.tensor_model_parallel_size
+        )
     if config.num_distributed_optimizer_instances > 1:
         mesh = build_hybrid_mesh(device.kind, num_ranks, config.num_distributed_optimizer_instances)
 

@@ -12,7 +12,7 @@ import importlib
 import logging
 import math
 from collections.abc import Callable, Iterator, Mapping
-from functools import cache, partial
+from functools import cache
 from typing import Any, ClassVar
 
 import torch
@@ -141,7 +141,7 @@ class GatedDeltaNet(nn.Module):
         self.in_proj = FusedLinear(
             hidden_size, sections, bias=False, init_std=init_std, tensor_dim=0
         )
-        self.conv1d = CausalConv1d(sections.sizes[:3], spec.conv_kernel)
+        self.conv1d = CausalConv1d(sum(sections.sizes[:3]), spec.conv_kernel)
         self.decay = Decay(spec.num_value_heads)
         self.out_norm = GatedRMSNorm(spec.value_head_dim, spec.norm_eps)
         self.out_proj = Linear(
@@ -191,7 +191,7 @@ class GatedDeltaNet(nn.Module):
         """Each head's value from its state: [batch, seq, value heads, value_head_dim]."""
         channels, log_decay, beta = mixed
         if self.exchange is None:
-            return self._core(channels, log_decay, beta, documents, self.conv1d)
+            return self._core(channels, log_decay, beta, documents)
 
         *heads, log_decay, beta = self.exchange.to_heads(
             *self._by_head(channels, -1), log_decay.unsqueeze(-1), beta.unsqueeze(-1)
@@ -199,11 +199,20 @@ class GatedDeltaNet(nn.Module):
         channels = torch.cat([part.flatten(2) for part in heads], dim=-1)
         # Saved for backward; views would keep all that has arrived.
         log_decay, beta = log_decay.squeeze(-1).clone(), beta.squeeze(-1).clone()
-        weights = [self.exchange.own(part) for part in self._by_head(self.conv1d.weight, 0)]
-        weight = torch.cat([part.flatten(0, 1) for part in weights])
-        convolve = partial(causal_conv, weight)
-        output = self._core(channels, log_decay, beta, documents, convolve)
+        output = self._core(channels, log_decay, beta, documents)
         return self.exchange.to_positions(output)
+
+    def _convolution_weight(self) -> Tensor:
+        """Of the channels of this rank's heads, from the weight of all, which is small."""
+        weight: Tensor = self.conv1d.weight
+        if self.tensor is None and self.exchange is None:
+            return weight
+        heads = [*self._by_head(weight, 0)]
+        if self.tensor is not None:
+            heads = [part.chunk(self.tensor.num_ranks)[self.tensor.rank] for part in heads]
+        if self.exchange is not None:
+            heads = [self.exchange.own(part) for part in heads]
+        return torch.cat([part.flatten(0, 1) for part in heads])
 
     def _by_head(self, channels: Tensor, dim: int) -> Iterator[Tensor]:
         """Queries, keys and values, whose channels are at `dim`, as [..., heads, head_dim, ...]."""
@@ -221,9 +230,8 @@ class GatedDeltaNet(nn.Module):
         log_decay: Tensor,
         beta: Tensor,
         documents: Documents | None,
-        convolve: Callable[[Tensor, Documents | None], Tensor],
     ) -> Tensor:
-        """As `core`, of whole rows and of all heads or some, whose channels `convolve` takes."""
+        """As `core`, of whole rows and of all heads or some."""
         shape, spec = log_decay.shape, self.spec
         if documents is not None:
             channels, log_decay, beta = (
@@ -231,9 +239,8 @@ class GatedDeltaNet(nn.Module):
             )
         value_size = shape[-1] * spec.value_head_dim
         key_size = (channels.shape[-1] - value_size) // 2
-        query, key, value = convolve(channels, documents).split(
-            (key_size, key_size, value_size), dim=-1
-        )
+        mixed = causal_conv(self._convolution_weight(), channels, documents)
+        query, key, value = mixed.split((key_size, key_size, value_size), dim=-1)
         output = _delta_rule(
             query.unflatten(-1, (-1, spec.key_head_dim)),
             key.unflatten(-1, (-1, spec.key_head_dim)),

@@ -105,15 +105,16 @@ class TensorCut:
         return tuple(sizes)
 
     def to_stored(self, whole: Tensor, num_parts: int) -> Tensor:
-        """A tensor of global shape and order, in block order. A copy, unless nothing moves."""
+        """A tensor of global shape and order, in block order: a view if these are the same."""
         if self.dim == 1:
-            return whole.unflatten(1, (num_parts, -1)).movedim(1, 0).flatten(0, 1)
+            blocks: Tensor = whole.unflatten(1, (num_parts, -1)).movedim(1, 0)
+            return blocks.flatten(0, 1)
         parts = [part.unflatten(0, (num_parts, -1)) for part in whole.split(self.sections)]
         return (parts[0] if len(parts) == 1 else torch.cat(parts, 1)).flatten(0, 1)
 
     def to_global(self, stored: Tensor, num_parts: int) -> Tensor:
         """The reverse of `to_stored`."""
-        blocks = stored.unflatten(0, (num_parts, -1))
+        blocks: Tensor = stored.unflatten(0, (num_parts, -1))
         if self.dim == 1:
             return blocks.movedim(0, 1).flatten(1, 2)
         parts = blocks.split([size // num_parts for size in self.sections], 1)
@@ -151,8 +152,7 @@ def tensor_cuts(model: nn.Module) -> dict[nn.Parameter, TensorCut]:
     """How tensor parallelism divides the parameters of a model. Others are whole on every rank.
 
     A module declares its own: `tensor_dims` maps their names in the module to the dims that are
-    divided. The sections of dim 0 are those of `HasSections`; or, where checkpoints store the
-    parameter whole, those that `tensor_sections` maps its name to.
+    divided. The sections of dim 0 are those of `HasSections`.
 
     Raises:
         ValueError: for a shared parameter that its modules declare differently.
@@ -173,8 +173,7 @@ def tensor_cuts(model: nn.Module) -> dict[nn.Parameter, TensorCut]:
 
 
 def _cut_of(module: nn.Module, name: str, parameter: nn.Parameter, dim: int) -> TensorCut:
-    declared: Mapping[str, tuple[int, ...]] = getattr(module, "tensor_sections", {})
-    sections = declared.get(name, (parameter.shape[0],))
+    sections: tuple[int, ...] = (parameter.shape[0],)
     if isinstance(module, HasSections):
         sections = module.sections_of(name).sizes
     if dim and len(sections) > 1:

@@ -18,7 +18,7 @@ from tests.unit_tests.tools.test_shell_words import TEXTS
 SCRIPT = """\
 #!/bin/bash
 # A comment with --use-mcore-models in it.
-TP=1
+PP=1
 GBS=8
 RUN=${1:-run}   # where
 LAUNCHER=(--nproc_per_node 8 --master_addr "$HOST")
@@ -26,7 +26,7 @@ MODEL=(
     --use-mcore-models
     --num-layers 4   # deep
 \t--train-samples 800
-    --tensor-model-parallel-size $TP
+    --pipeline-model-parallel-size $PP
     --attention-backend auto # any
     "--split '99,1,0'"
     "--tiktoken-pattern v2"
@@ -46,7 +46,7 @@ torchrun ${LAUNCHER[@]} pretrain_gpt.py "${MODEL[@]}" $EXTRA \\
 REWRITTEN = """\
 #!/bin/bash
 # A comment with --use-mcore-models in it.
-TP=1
+PP=1
 GBS=8
 RUN=${1:-run}   # where
 LAUNCHER=(--nproc_per_node 8 --master_addr "$HOST")
@@ -88,13 +88,13 @@ def test_flags_change_and_everything_else_stays():
 @pytest.mark.parametrize(
     ("before", "flags", "outcome"),
     [
-        ("TP=1", "--tensor-model-parallel-size $TP", Handling.DELETED),
-        ("TP=2", "--tensor-model-parallel-size ${TP}", Handling.UNSUPPORTED),
-        ("TP=2; if a; then TP=4; fi", "--tensor-model-parallel-size $TP", Handling.UNSUPPORTED),
-        ("TP=1; if a; then TP=4; fi", "--tensor-model-parallel-size $TP", Handling.UNDECIDED),
-        ("TP=${TP:-1}", "--tensor-model-parallel-size $TP", Handling.UNDECIDED),
-        ("", "--tensor-model-parallel-size=1", Handling.DELETED),
-        ("", "--tensor-model-parallel-size '1'", Handling.DELETED),
+        ("PP=1", "--pipeline-model-parallel-size $PP", Handling.DELETED),
+        ("PP=2", "--pipeline-model-parallel-size ${PP}", Handling.UNSUPPORTED),
+        ("PP=2; if a; then PP=4; fi", "--pipeline-model-parallel-size $PP", Handling.UNSUPPORTED),
+        ("PP=1; if a; then PP=4; fi", "--pipeline-model-parallel-size $PP", Handling.UNDECIDED),
+        ("PP=${PP:-1}", "--pipeline-model-parallel-size $PP", Handling.UNDECIDED),
+        ("", "--pipeline-model-parallel-size=1", Handling.DELETED),
+        ("", "--pipeline-model-parallel-size '1'", Handling.DELETED),
         ("", "--train-samples 8", Handling.UNDECIDED),
         ("", "--lr-warmup-samples 0", Handling.REPLACED),
         ("N=8", "--train-samples $N --global-batch-size 4", Handling.REPLACED),
@@ -328,7 +328,7 @@ def test_positions_that_are_not_given_are_others_here():
     ("before", "after"),
     [
         ("export CUDA_DEVICE_MAX_CONNECTIONS=1\n", ""),
-        ("export CUDA_DEVICE_MAX_CONNECTIONS=1 # for TP\n", "# for TP\n"),
+        ("export CUDA_DEVICE_MAX_CONNECTIONS=1 # for PP\n", "# for PP\n"),
         ("export CUDA_DEVICE_MAX_CONNECTIONS=${CUDA_DEVICE_MAX_CONNECTIONS:-1}\n", ""),
         ("export A=2\nexport CUDA_DEVICE_MAX_CONNECTIONS='1'\r\nB=3\n", "export A=2\nB=3\n"),
         # Where bash needs a word or a statement, it gets one.

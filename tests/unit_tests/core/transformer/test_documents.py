@@ -103,7 +103,7 @@ def test_a_convolution_reads_zeros_before_each_document(
     kernel: int, lengths: list[int], seed: int
 ) -> None:
     torch.manual_seed(seed)
-    conv = CausalConv1d((3,), kernel)
+    conv = CausalConv1d(3, kernel)
     x = torch.randn(1, sum(lengths), 3)
     separate = torch.cat([conv(part) for part in x.split(lengths, dim=1)], dim=1)
     torch.testing.assert_close(conv(x, Documents(tuple(lengths))), separate)
