@@ -35,7 +35,6 @@ from megatron.core.transformer.tensor_cut import TensorCut, tensor_cuts
 from tests.helpers.ranks import on_ranks, run_ranks
 from tests.unit_tests.core.models.multimodal.helpers.their_images import image_batch
 from tests.unit_tests.core.models.multimodal.helpers.vision_models import VISION
-from tests.unit_tests.core.models.multimodal.helpers.vision_models import build as build_vision
 
 VOCAB, BATCH, SEQ = 96, 2, 48
 DENSE = {
@@ -120,6 +119,12 @@ def _model(options: dict[str, Any]) -> GPTModel:
             if parameter.dim() == 1:
                 parameter.add_(torch.randn_like(parameter), alpha=0.1)
     return model
+
+
+def _vision_model() -> VisionLanguageModel:
+    torch.manual_seed(3)
+    vision = replace(VISION, vision_deepstack_layers=(0,))
+    return VisionLanguageModel(TransformerConfig(**DENSE), vision, VOCAB)
 
 
 def _batch() -> tuple[Tensor, Tensor, Tensor]:
@@ -281,7 +286,7 @@ def _compare(
                 part = _mean(part, ranks.tensor) * tensor_size
             errors[name] = float((part - whole).norm() / (whole.norm() + 1e-30))
     # Gradients of weights of norms are small sums of large terms of either sign.
-    limits = {name: 5e-6 if "." in name else 1e-6 for name in errors}
+    limits = {name: 1e-5 if "." in name else 1e-6 for name in errors}
     wrong = {name: error for name, error in errors.items() if not error < limits[name]}
     assert not wrong, wrong
 
@@ -328,9 +333,7 @@ def test_tokens_of_all_ranks_reach_their_experts(num_ranks, tensor_size, expert_
 
 @pytest.mark.parametrize(("num_ranks", "tensor_size"), [(2, 2), (4, 2)])
 def test_a_decoder_of_images_is_divided_and_its_tower_is_not(num_ranks, tensor_size):
-    vision = replace(VISION, vision_deepstack_layers=(0,))
-    build = partial(build_vision, vision, untie_embeddings_and_output_weights=True)
-    run_ranks(num_ranks, _compare, build, _run_images, tensor_size)
+    run_ranks(num_ranks, _compare, _vision_model, _run_images, tensor_size)
 
 
 def _bits_and_records(granularity: str | None) -> tuple[list[Tensor], list[tuple[str, bool]]]:
