@@ -17,7 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from benchmarks.helpers.memory import peak_bytes
-from megatron.core.distributed.context import A2A, ALL_GATHER, Record, divide_context
+from megatron.core.distributed.config import A2A, ALL_GATHER
+from megatron.core.distributed.context import Record, divide_context
 from megatron.core.distributed.experts import divide_experts
 from megatron.core.distributed.tensor import TensorGroup, check_tensor, divide_tensor
 from megatron.core.models.gpt.gpt_model import GPTModel, Places
@@ -308,7 +309,9 @@ def test_slices_of_rows_are_divided_further(options):
     run_ranks(4, _compare, partial(_model, options), run, 2)
 
 
-@pytest.mark.parametrize("name", ["grouped queries and SwiGLU", "windows and learned sinks"])
+@pytest.mark.parametrize(
+    "name", ["windows and learned sinks", "a gated delta net and gated attention"]
+)
 def test_ranks_that_gather_keys_are_divided_further(name):
     run = partial(_run_text, DOCUMENTS, True)
     run_ranks(4, _compare, partial(_model, MODELS[name]), run, 2, ALL_GATHER)
