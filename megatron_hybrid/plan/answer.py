@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
 import math
 from bisect import bisect_left
 from dataclasses import dataclass
@@ -51,8 +49,6 @@ class Answer:
         smallest_fitting: the smallest fraction that fits; None if none does.
         largest_hidden: the largest fraction for which the computation never waits; None if none.
         time: the time of a step; None if the machine's rates are unknown.
-        other_main_grads: the other possible dtype of main gradients; None: there is no other.
-        other: the plan with that dtype; None if that does not fit.
     """
 
     run: PlannedRun
@@ -64,8 +60,6 @@ class Answer:
     smallest_fitting: float | None
     largest_hidden: float | None
     time: StepTime | None
-    other_main_grads: str | None = None
-    other: Answer | None = None
 
     @property
     def memory(self) -> RunMemory:
@@ -118,7 +112,7 @@ class Answer:
 
     def to_json(self) -> dict[str, Any]:
         """Returns plain data in bytes, seconds and rates per second."""
-        run, time, memory, other = self.run, self.time, self.memory, self.other
+        run, time, memory = self.run, self.time, self.memory
         return {
             "parameters": run.numel,
             "ranks": run.world_size,
@@ -152,31 +146,17 @@ class Answer:
             },
             "checkpoint": {"bytes": self.checkpoint_nbytes, "seconds": self.checkpoint_seconds},
             "main_grads_dtype": run.config.parallel.main_grads_dtype,
-            "other_main_grads_dtype": None if other is None else other.to_json(),
         }
 
 
 def answer(
     run: PlannedRun, limits: Limits, machine: Machine | None, disk_bytes: float | None
 ) -> Answer:
-    """Plans a run, and the run with the other dtype of main gradients.
+    """Plans a run.
 
     Raises:
         ConfigError: the run does not fit. The message has the sum.
     """
-    found, other = _answer(run, limits, machine, disk_bytes), run.with_other_gradients()
-    if other is None:
-        return found
-    planned = None
-    with contextlib.suppress(ConfigError):
-        planned = _answer(other, limits, machine, disk_bytes)
-    dtype = other.config.parallel.main_grads_dtype
-    return dataclasses.replace(found, other_main_grads=dtype, other=planned)
-
-
-def _answer(
-    run: PlannedRun, limits: Limits, machine: Machine | None, disk_bytes: float | None
-) -> Answer:
     fits = _smallest_that_fits(run, limits)
     fraction, is_chosen = run.fraction, False
     if run.must_choose and limits.device is None:

@@ -24,7 +24,6 @@ from megatron.core.drivers import kinds_of_accelerators
 from megatron.core.host_memory import HostMemoryError
 from megatron.core.log import printable
 from megatron.core.options import ConfigError
-from megatron.training.arguments import parse_config
 from megatron_hybrid import parsers
 from megatron_hybrid.plan.answer import Answer, Limits, answer
 from megatron_hybrid.plan.measure import Measured, measure
@@ -66,7 +65,7 @@ def plan(arguments: argparse.Namespace, flags: Sequence[str]) -> Answer:
         raise ConfigError(f"--measure-disk: expected --measure and a directory, got {got!r}.")
     kind = _device_kind(flags, arguments.measure)
     limits = _limits(arguments, kind)
-    run = PlannedRun(_run_flags(arguments, flags), arguments.gpus, kind)
+    run = PlannedRun(_run_flags(flags), arguments.gpus, kind)
 
     measured = measure(run, folder) if arguments.measure else None
     disk = arguments.disk
@@ -92,7 +91,7 @@ def _limits(arguments: argparse.Namespace, device_kind: str) -> Limits:
     return Limits(device - reserve, arguments.host_memory, reserve)
 
 
-def _run_flags(arguments: argparse.Namespace, flags: Sequence[str]) -> list[str]:
+def _run_flags(flags: Sequence[str]) -> Sequence[str]:
     """Returns the flags of the run."""
     names = [word.partition("=")[0] for word in flags]
     sources = [flag for flag in ("--hf-model", "--config") if flag in names]
@@ -100,23 +99,7 @@ def _run_flags(arguments: argparse.Namespace, flags: Sequence[str]) -> list[str]
         got = " and ".join(sources) or "neither"
         raise ConfigError(f"Expected --hf-model DIR or --config FILE, got {got}.")
 
-    filled = [*flags]
-    if sources == ["--hf-model"]:
-        filled = with_defaults(_split_values(flags))
-
-    tokens = arguments.tokens_per_step
-    if tokens is not None:
-        if "--global-batch-size" in names:
-            raise ConfigError("--tokens-per-step: expected no --global-batch-size with it.")
-        # A run without a batch size has the length, which may come from a file.
-        length = parse_config(filled, arguments.gpus, needs_files=False).data.seq_length
-        if tokens % length:
-            raise ConfigError(
-                f"--tokens-per-step: expected a multiple of the sequence length {length}, got "
-                f"{tokens}."
-            )
-        filled += ["--global-batch-size", str(tokens // length)]
-    return filled
+    return with_defaults(_split_values(flags)) if sources == ["--hf-model"] else flags
 
 
 def _split_values(flags: Sequence[str]) -> list[str]:

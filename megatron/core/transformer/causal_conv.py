@@ -9,8 +9,7 @@ PyTorch's grouped convolution, which takes channels before positions, is slower 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -27,19 +26,12 @@ class CausalConv1d(nn.Module):
     """silu(sum over j of weight[:, 0, j] * x[position - kernel + 1 + j]), zeros before the start
     of each document.
 
-    Args:
-        sections: channels of each section that tensor parallelism divides.
-
     Attributes:
         weight: [channels, 1, kernel], as nn.Conv1d has it with as many groups as channels.
     """
 
-    tensor_dims: ClassVar[Mapping[str, int]] = {"weight": 0}
-
-    def __init__(self, sections: Sequence[int], kernel: int) -> None:
+    def __init__(self, channels: int, kernel: int) -> None:
         super().__init__()
-        channels = sum(sections)
-        self.tensor_sections = {"weight": tuple(sections)}
         self.weight = nn.Parameter(torch.empty(channels, 1, kernel))
         self.reset_parameters()
 

@@ -12,7 +12,7 @@ import importlib
 import logging
 import math
 from collections.abc import Callable, Iterator, Mapping
-from functools import cache, partial
+from functools import cache
 from typing import Any, ClassVar
 
 import torch
@@ -23,11 +23,11 @@ from megatron.core.drivers import kernels_of, why_triton_fails
 from megatron.core.fp32_module import Fp32Module
 from megatron.core.log import printable
 from megatron.core.transformer.causal_conv import CausalConv1d, causal_conv
-from megatron.core.transformer.context_exchange import ContextExchange
 from megatron.core.transformer.delta_rule import gated_delta_rule
 from megatron.core.transformer.documents import Documents
 from megatron.core.transformer.fused_weight import FusedLinear, FusedWeight, Linear
 from megatron.core.transformer.rotary import RotaryAngles
+from megatron.core.transformer.sequence_slice import ContextExchange
 from megatron.core.transformer.spec import GatedDeltaNetSpec
 from megatron.core.transformer.tensor_exchange import (
     TensorExchange,
@@ -141,7 +141,7 @@ class GatedDeltaNet(nn.Module):
         self.in_proj = FusedLinear(
             hidden_size, sections, bias=False, init_std=init_std, tensor_dim=0
         )
-        self.conv1d = CausalConv1d(sections.sizes[:3], spec.conv_kernel)
+        self.conv1d = CausalConv1d(sum(sections.sizes[:3]), spec.conv_kernel)
         self.decay = Decay(spec.num_value_heads)
         self.out_norm = GatedRMSNorm(spec.value_head_dim, spec.norm_eps)
         self.out_proj = Linear(
@@ -191,7 +191,9 @@ class GatedDeltaNet(nn.Module):
         """Each head's value from its state: [batch, seq, value heads, value_head_dim]."""
         channels, log_decay, beta = mixed
         if self.exchange is None:
-            return self._core(channels, log_decay, beta, documents, self.conv1d)
+            return self._core(channels, log_decay, beta, documents)
+        if self.exchange.gathers:
+            return self._core_of_slice(self.exchange, channels, log_decay, beta, documents)
 
         *heads, log_decay, beta = self.exchange.to_heads(
             *self._by_head(channels, -1), log_decay.unsqueeze(-1), beta.unsqueeze(-1)
@@ -199,11 +201,60 @@ class GatedDeltaNet(nn.Module):
         channels = torch.cat([part.flatten(2) for part in heads], dim=-1)
         # Saved for backward; views would keep all that has arrived.
         log_decay, beta = log_decay.squeeze(-1).clone(), beta.squeeze(-1).clone()
-        weights = [self.exchange.own(part) for part in self._by_head(self.conv1d.weight, 0)]
-        weight = torch.cat([part.flatten(0, 1) for part in weights])
-        convolve = partial(causal_conv, weight)
-        output = self._core(channels, log_decay, beta, documents, convolve)
+        output = self._core(channels, log_decay, beta, documents)
         return self.exchange.to_positions(output)
+
+    def _convolution_weight(self) -> Tensor:
+        """Of the channels of this rank's heads, from the weight of all, which is small."""
+        weight: Tensor = self.conv1d.weight
+        exchange = None if self.exchange is None or self.exchange.gathers else self.exchange
+        if self.tensor is None and exchange is None:
+            return weight
+        heads = [*self._by_head(weight, 0)]
+        if self.tensor is not None:
+            heads = [part.chunk(self.tensor.num_ranks)[self.tensor.rank] for part in heads]
+        if exchange is not None:
+            heads = [exchange.own(part) for part in heads]
+        return torch.cat([part.flatten(0, 1) for part in heads])
+
+    def _core_of_slice(
+        self,
+        exchange: ContextExchange,
+        channels: Tensor,
+        log_decay: Tensor,
+        beta: Tensor,
+        documents: Documents | None,
+    ) -> Tensor:
+        """As `core`, of this rank's slice of each row. PyTorch computes it on every device."""
+        convolved = self._convolved_slice(exchange, channels, documents)
+        query, key, value = self._by_head(convolved, -1)
+        if documents is not None:
+            own = exchange.part.of_rank(channels.shape[1])
+            is_start = torch.zeros(documents.num_positions, dtype=torch.bool, device=beta.device)
+            is_start.index_fill_(0, documents.starts(beta.device), True)
+            is_start = is_start.view(len(beta), -1)[:, own.start : own.stop]
+            log_decay = log_decay.masked_fill(is_start.unsqueeze(2), -math.inf)
+        return gated_delta_rule(query, key, value, log_decay, beta, exchange=exchange)
+
+    def _convolved_slice(
+        self, exchange: ContextExchange, channels: Tensor, documents: Documents | None
+    ) -> Tensor:
+        """The convolution of this rank's slice of each row, [batch, seq / ranks, channels] both."""
+        reach, length = self.spec.conv_kernel - 1, channels.shape[1]
+        if reach:
+            # The last inputs of all slices; before the first one are zeros.
+            (ends,) = exchange.gather(channels[:, -reach:].unsqueeze(2))
+            before = F.pad(ends.flatten(2), (0, 0, reach, 0))
+            start = exchange.part.rank * min(reach, length)
+            channels = torch.cat((before[:, start : start + reach], channels), dim=1)
+        if documents is None:
+            return causal_conv(self._convolution_weight(), channels)[:, reach:]
+
+        own = exchange.part.of_rank(length)
+        documents = documents.cut(range(own.start - reach, own.stop), length * exchange.part.size)
+        row = channels.flatten(0, 1).unsqueeze(0)
+        convolved = causal_conv(self._convolution_weight(), row, documents)
+        return convolved.view(channels.shape)[:, reach:]
 
     def _by_head(self, channels: Tensor, dim: int) -> Iterator[Tensor]:
         """Queries, keys and values, whose channels are at `dim`, as [..., heads, head_dim, ...]."""
@@ -221,9 +272,8 @@ class GatedDeltaNet(nn.Module):
         log_decay: Tensor,
         beta: Tensor,
         documents: Documents | None,
-        convolve: Callable[[Tensor, Documents | None], Tensor],
     ) -> Tensor:
-        """As `core`, of whole rows and of all heads or some, whose channels `convolve` takes."""
+        """As `core`, of whole rows and of all heads or some."""
         shape, spec = log_decay.shape, self.spec
         if documents is not None:
             channels, log_decay, beta = (
@@ -231,9 +281,8 @@ class GatedDeltaNet(nn.Module):
             )
         value_size = shape[-1] * spec.value_head_dim
         key_size = (channels.shape[-1] - value_size) // 2
-        query, key, value = convolve(channels, documents).split(
-            (key_size, key_size, value_size), dim=-1
-        )
+        mixed = causal_conv(self._convolution_weight(), channels, documents)
+        query, key, value = mixed.split((key_size, key_size, value_size), dim=-1)
         output = _delta_rule(
             query.unflatten(-1, (-1, spec.key_head_dim)),
             key.unflatten(-1, (-1, spec.key_head_dim)),

@@ -152,8 +152,7 @@ def tensor_cuts(model: nn.Module) -> dict[nn.Parameter, TensorCut]:
     """How tensor parallelism divides the parameters of a model. Others are whole on every rank.
 
     A module declares its own: `tensor_dims` maps their names in the module to the dims that are
-    divided. The sections of dim 0 are those of `HasSections`; or, where checkpoints store the
-    parameter whole, those that `tensor_sections` maps its name to.
+    divided. The sections of dim 0 are those of `HasSections`.
 
     Raises:
         ValueError: for a shared parameter that its modules declare differently.
@@ -174,8 +173,7 @@ def tensor_cuts(model: nn.Module) -> dict[nn.Parameter, TensorCut]:
 
 
 def _cut_of(module: nn.Module, name: str, parameter: nn.Parameter, dim: int) -> TensorCut:
-    declared: Mapping[str, tuple[int, ...]] = getattr(module, "tensor_sections", {})
-    sections = declared.get(name, (parameter.shape[0],))
+    sections: tuple[int, ...] = (parameter.shape[0],)
     if isinstance(module, HasSections):
         sections = module.sections_of(name).sizes
     if dim and len(sections) > 1:

@@ -385,7 +385,7 @@ def _sent_by_one_layer(model: TransformerConfig, comm_type: str) -> int:
 def test_planned_bytes_of_context_parallelism_are_those_that_a_rank_sends(mixer, comm_type):
     model = TransformerConfig(num_layers=1, hidden_size=32, num_attention_heads=4, **MIXERS[mixer])
     gathers = comm_type == "all_gather"
-    batch = Microbatch(2, 16, 4, "cpu", context_size=4, gathers_keys=gathers)
+    batch = Microbatch(2, 16, 4, "cpu", context_size=4, gathers=gathers)
     (layer,) = model_spec(model).layers
     for found in run_ranks(4, _sent_by_one_layer, model, comm_type):
         assert found == exchanged_by(layer.mixer, batch)

@@ -109,7 +109,6 @@ def test_the_count_is_what_autograd_keeps(monkeypatch, model, dtype):
 
 @pytest.mark.parametrize("comm_type", ["a2a", "all_gather"])
 def test_ranks_that_divide_sequences_keep_their_share(comm_type):
-    """Up to a tenth more where they exchange heads, and all keys and values where they gather."""
     models = [TransformerConfig(**{**BASE, **model}) for model in MODELS.values()]
 
     def kept() -> list[int]:
@@ -117,15 +116,14 @@ def test_ranks_that_divide_sequences_keep_their_share(comm_type):
             return [_saved(config, torch.float32, comm_type) for config in models]
 
     batch = Microbatch(SIZE, SEQ, 4, "cpu")
-    part = replace(batch, context_size=4, gathers_keys=comm_type == "all_gather")
+    part = replace(batch, context_size=4, gathers=comm_type == "all_gather")
     for config, found in zip(models, run_ranks(4, kept)[1], strict=True):
         own, whole = (
             activation_bytes(model_spec(config), VOCAB, each, config.recompute_granularity).kept
             for each in (part, batch)
         )
         assert own == pytest.approx(found, rel=0.1)
-        if comm_type == "a2a":
-            assert found < 1.1 * whole / 4
+        assert found < 1.1 * whole / 4
 
 
 def test_ranks_that_divide_layers_keep_their_share():

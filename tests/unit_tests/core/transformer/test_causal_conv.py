@@ -77,7 +77,7 @@ def test_bf16_is_rounded_once() -> None:
 @pytest.mark.parametrize(("device", "is_in_blocks"), [("cpu", True), ("meta", False)])
 def test_only_a_cpu_computes_in_blocks(device: str, is_in_blocks: bool) -> None:
     """Meta tensors replace an accelerator's."""
-    conv = CausalConv1d((2, 4), 4).to(device)
+    conv = CausalConv1d(6, 4).to(device)
     with mock.patch.object(
         causal_conv, "causal_conv_in_blocks", wraps=causal_conv.causal_conv_in_blocks
     ) as in_blocks:
@@ -87,6 +87,6 @@ def test_only_a_cpu_computes_in_blocks(device: str, is_in_blocks: bool) -> None:
 
 def test_weights_start_within_the_bound_of_a_convolution() -> None:
     torch.manual_seed(0)
-    weight = CausalConv1d((500,), 4).weight
+    weight = CausalConv1d(500, 4).weight
     assert weight.abs().max() <= 0.5
     assert weight.std().item() == pytest.approx(0.5 / 3**0.5, rel=0.05)
