@@ -89,7 +89,8 @@ def run(argv: Sequence[str]) -> Outcome:
     parsed.log_without_effect()
 
     tokenizer = build_tokenizer(config.tokenizer, rows_of=config.checkpoint.hf_model)
-    vocab_size = padded_vocab_size(config.tokenizer, tokenizer)
+    tensor_size = config.parallel.tensor_model_parallel_size
+    vocab_size = padded_vocab_size(config.tokenizer, tokenizer, tensor_size)
     _log_prefix(config, tokenizer, logger)
 
     def model_provider(config: RunConfig) -> nn.Module:

@@ -103,7 +103,8 @@ def run(argv: Sequence[str]) -> Outcome:
             "since attention never crosses samples with images. Remove them."
         )
     tokenizer = build_tokenizer(config.tokenizer, rows_of=config.checkpoint.hf_model)
-    vocab_size = padded_vocab_size(config.tokenizer, tokenizer)
+    tensor_size = config.parallel.tensor_model_parallel_size
+    vocab_size = padded_vocab_size(config.tokenizer, tokenizer, tensor_size)
     images = image_format_of(config.data)
     vision = _checked_vision(config.vision, tokenizer, images)
     config = dataclasses.replace(config, vision=vision)

@@ -26,6 +26,7 @@ DATA_PARALLEL_AXIS = "dp"
 OUTER_AXIS, INNER_AXIS = "dp_outer", "dp_inner"
 # Of experts: ranks of one place in different groups of ranks, and the groups that have all experts.
 EXPERT_DATA_AXIS, EXPERT_AXIS = "edp", "ep"
+TENSOR_AXIS = "tp"  # of tensor parallelism: ranks that divide weights; the last one of its mesh
 # Of context parallelism: ranks that read different samples, and ranks that divide a sequence.
 SAMPLES_AXIS, CONTEXT_AXIS = "samples", "cp"
 
@@ -53,19 +54,25 @@ def build_mesh(device_kind: str, num_ranks: int | None = None) -> DeviceMesh:
     return init_device_mesh(device_kind, (size,), mesh_dim_names=(DATA_PARALLEL_AXIS,))
 
 
-def build_context_mesh(device_kind: str, num_ranks: int, context_size: int) -> DeviceMesh:
-    """A mesh of two axes over the ranks of `build_mesh`; the inner one has `context_size`
-    consecutive ranks, which divide each sequence among them. Parameters are not sharded over it.
+def build_context_mesh(
+    device_kind: str, num_ranks: int, context_size: int, tensor_size: int = 1
+) -> DeviceMesh:
+    """A mesh over the ranks of `build_mesh` with the axes (samples, cp), or (samples, cp, tp) with
+    tensor parallelism. The `context_size` ranks of the second axis divide each sequence; they are
+    consecutive, or `tensor_size` apart. Parameters are not sharded over it.
 
     Raises:
-        ValueError: if the ranks cannot be divided into groups of `context_size`.
+        ValueError: if the ranks cannot be divided into groups of `context_size * tensor_size`.
     """
-    if num_ranks % context_size:
+    unit = context_size * tensor_size
+    if num_ranks % unit:
         raise ValueError(
-            f"Expected a context-parallel size that divides {num_ranks} ranks, got {context_size}."
+            f"Expected a context-parallel size that divides {num_ranks} ranks, got {context_size}"
+            f"{f' with {tensor_size} tensor-parallel ranks' if tensor_size > 1 else ''}."
         )
-    shape = (num_ranks // context_size, context_size)
-    return _build(device_kind, shape, (SAMPLES_AXIS, CONTEXT_AXIS))
+    inner = {TENSOR_AXIS: tensor_size} if tensor_size > 1 else {}
+    axes = {SAMPLES_AXIS: num_ranks // unit, CONTEXT_AXIS: context_size, **inner}
+    return _build(device_kind, tuple(axes.values()), tuple(axes))
 
 
 def build_hybrid_mesh(device_kind: str, num_ranks: int, num_instances: int) -> DeviceMesh:
@@ -86,6 +93,24 @@ def hybrid_shape(num_ranks: int, num_instances: int) -> tuple[int, int]:
             f"Expected a number of instances that divides {num_ranks} ranks, got {num_instances}."
         )
     return (num_instances, num_ranks // num_instances)
+
+
+def build_tensor_mesh(
+    device_kind: str, num_ranks: int, tensor_size: int, num_instances: int = 1
+) -> DeviceMesh:
+    """A mesh for parameters that tensor parallelism divides: as `build_expert_mesh`, with the axes
+    (dp, tp).
+    """
+    axes = tensor_axes(num_ranks, tensor_size, num_instances)
+    return _build(device_kind, tuple(axes.values()), tuple(axes))
+
+
+def tensor_axes(num_ranks: int, tensor_size: int, num_instances: int = 1) -> dict[str, int]:
+    """Ranks along each axis of `build_tensor_mesh`, by its name. ValueError for ranks that cannot
+    be divided.
+    """
+    names = DATA_PARALLEL_AXIS, TENSOR_AXIS
+    return _kept_axes(num_ranks, tensor_size, num_instances, names, "a tensor-parallel size")
 
 
 def build_expert_mesh(
@@ -110,15 +135,22 @@ def build_expert_mesh(
 
 def expert_axes(num_ranks: int, expert_size: int, num_instances: int = 1) -> dict[str, int]:
     """Ranks along each axis of `build_expert_mesh`, which documents the error, by its name."""
-    unit = expert_size * num_instances
+    names = EXPERT_DATA_AXIS, EXPERT_AXIS
+    return _kept_axes(num_ranks, expert_size, num_instances, names, "an expert-parallel size")
+
+
+def _kept_axes(
+    num_ranks: int, size: int, num_instances: int, names: tuple[str, str], what: str
+) -> dict[str, int]:
+    unit = size * num_instances
     if num_ranks % unit:
         raise ValueError(
-            f"Expected an expert-parallel size that divides {num_ranks} ranks, got "
-            f"{expert_size} in {counted(num_instances, 'instance')}."
+            f"Expected {what} that divides {num_ranks} ranks, got {size} in "
+            f"{counted(num_instances, 'instance')}."
         )
 
     outer = {OUTER_AXIS: num_instances} if num_instances > 1 else {}
-    return {**outer, EXPERT_DATA_AXIS: num_ranks // unit, EXPERT_AXIS: expert_size}
+    return {**outer, names[0]: num_ranks // unit, names[1]: size}
 
 
 def _build(device_kind: str, shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:

@@ -16,6 +16,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
+import math
 import os
 import re
 from collections.abc import Sequence
@@ -308,11 +309,17 @@ class _Settings:
 
     def _samples_per_iteration(self, world_size: int) -> int:
         """0 if the flags for it are missing or wrong."""
-        names = ("micro_batch_size", "global_batch_size", "context_parallel_size")
+        names = (
+            "micro_batch_size",
+            "global_batch_size",
+            "context_parallel_size",
+            "tensor_model_parallel_size",
+        )
         if not self.spoken_of.isdisjoint("--" + name.replace("_", "-") for name in names):
             return 0
-        micro, whole, parts = (self.values.get(name) or 0 for name in names)
-        return int(max(whole or micro * (world_size // max(parts, 1)), 0))
+        micro, whole, *parts = (self.values.get(name) or 0 for name in names)
+        num_parts = math.prod(max(part, 1) for part in parts)
+        return int(max(whole or micro * (world_size // num_parts), 0))
 
 
 def _split(argv: Sequence[str]) -> tuple[list[Given], list[str]]:

@@ -256,7 +256,7 @@ class ModuleEngine:
             num_microbatches=count,
             device=self.device.torch_device,
             mesh=self.mesh,
-            context_size=self.config.parallel.context_parallel_size,
+            ranks_per_sample=self.config.parallel.ranks_per_sample,
             votes=votes,
             mark=mark,
         )

@@ -111,7 +111,7 @@ def train_step(
     num_microbatches: int,
     device: torch.device,
     mesh: DeviceMesh,
-    context_size: int = 1,
+    ranks_per_sample: int = 1,
     votes: Callable[[], tuple[float, ...]] = tuple,
     mark: MarkPhase = unmarked,
 ) -> StepResult:
@@ -125,9 +125,10 @@ def train_step(
     Args:
         microbatches: this rank's; every tensor has its samples in the first dimension, and all
             ranks have equally many.
-        context_size: how many ranks have the same samples, of which they divide the tokens. The
-            means over all ranks are right as they are: each rank's loss is `context_size` times its
-            part of the sum (`SequenceSlice`), and its weight that of the whole microbatch.
+        ranks_per_sample: how many ranks have the same samples. The means over all ranks are right
+            as they are. Tensor-parallel ranks have the same loss. Context-parallel ranks multiply
+            their part of the sum by the number of parts (`SequenceSlice`). Each has the weight of
+            the whole microbatch.
         votes: called after the backward, so a signal counts in the step that it arrived in.
 
     Raises:
@@ -161,7 +162,7 @@ def train_step(
         update_expert_bias(model, agreed.load)
     optimizer.zero_grad()
     loss_scale = None if optimizer.loss_scaler is None else optimizer.loss_scale
-    num_samples = num_samples * mesh.size() // context_size
+    num_samples = num_samples * mesh.size() // ranks_per_sample
     result = _result(agreed, told, num_samples, loss_scale, mesh)
     return replace(result, is_skipped=not has_stepped, bad_ranks=bad_ranks)
 

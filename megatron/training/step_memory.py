@@ -157,6 +157,7 @@ def microbatch_of(config: EngineConfig, device_kind: str) -> Microbatch:
         exchanges_tokens=config.parallel.expert_model_parallel_size > 1,
         context_size=config.parallel.context_parallel_size,
         gathers=config.parallel.cp_comm_type == ALL_GATHER,
+        tensor_size=config.parallel.tensor_model_parallel_size,
     )
 
 

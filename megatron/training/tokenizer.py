@@ -230,18 +230,25 @@ def build_tokenizer(config: TokenizerConfig, *, rows_of: str | None = None) -> T
     return tokenizer
 
 
-def padded_vocab_size(config: TokenizerConfig, tokenizer: Tokenizer) -> int:
+def padded_vocab_size(config: TokenizerConfig, tokenizer: Tokenizer, tensor_size: int = 1) -> int:
     """Rows of the embedding: the vocabulary, padded to a multiple of
     `--make-vocab-size-divisible-by`.
 
+    Args:
+        tensor_size: ranks that divide them.
+
     Raises:
-        ConfigError: the tokenizer has more ids than `--vocab-size`.
+        ConfigError: the tokenizer has more ids than `--vocab-size`, or the ranks cannot divide the
+            rows.
     """
     _check_vocab_size(config, tokenizer)
     # NullTokenizer's has the end of a document in addition to --vocab-size.
     num_rows = max(tokenizer.vocab_size, config.vocab_size or 0)
     divisor = config.make_vocab_size_divisible_by
-    return -(-num_rows // divisor) * divisor
+    padded = -(-num_rows // divisor) * divisor
+    expected = f"a divisor of the embedding's {padded} rows (--make-vocab-size-divisible-by)"
+    expect(padded % tensor_size == 0, "--tensor-model-parallel-size", expected, tensor_size)
+    return padded
 
 
 def _check_vocab_size(

@@ -174,8 +174,10 @@ class PlannedRun:
 
 def _model_on_meta(config: RunConfig) -> GPTModel:
     tokenizer = build_tokenizer(config.tokenizer, rows_of=config.checkpoint.hf_model)
+    tensor_size = config.parallel.tensor_model_parallel_size
+    vocab_size = padded_vocab_size(config.tokenizer, tokenizer, tensor_size)
     with torch.device("meta"):
-        model = GPTModel(config.model, padded_vocab_size(config.tokenizer, tokenizer))
+        model = GPTModel(config.model, vocab_size)
     freeze(model, split_names(config.training.freeze or ()), "--freeze")
     return model
 

@@ -104,8 +104,8 @@ class Work:
             which updates it; None: the share with the shortest step.
         activations: bytes copied to the host in each forward, and back in its backward.
         hides_activations: whether only as many are copied as the computation hides.
-        exchanged: bytes that expert and context parallelism exchange in each microbatch. They do
-            not overlap with computation.
+        exchanged: bytes that expert, context and tensor parallelism exchange in each microbatch.
+            They do not overlap with computation.
         exchanges: number per microbatch.
     """
 

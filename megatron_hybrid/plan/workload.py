@@ -19,8 +19,11 @@ from megatron.core.optimizer.cpu_offloading.plan import PlannedGroup
 from megatron.core.optimizer.cpu_offloading.streamed_pass import SLOT_NUMEL
 from megatron.core.transformer.fused_weight import matrices_of
 from megatron.core.transformer.spec import (
+    AttentionSpec,
+    DenseSpec,
     GatedDeltaNetSpec,
     LatentAttentionSpec,
+    LayerSpec,
     Mixer,
     ModelSpec,
 )
@@ -117,7 +120,7 @@ def _layer_flops(run: PlannedRun) -> dict[int, float]:
         )
         for layer in set(spec.layers)
     }
-    num_parts = 3 * run.config.parallel.context_parallel_size
+    num_parts = 3 * run.config.parallel.ranks_per_sample
     return {number: kinds[layer] / num_parts for number, layer in enumerate(spec.layers)}
 
 
@@ -135,7 +138,7 @@ def flops_of_microbatch(run: PlannedRun) -> int:
         run.config.data.seq_length,
         run.config.training.micro_batch_size,
     )
-    return of_sequences // run.config.parallel.context_parallel_size
+    return of_sequences // run.config.parallel.ranks_per_sample
 
 
 def newton_schulz_flops(run: PlannedRun) -> int:
@@ -228,8 +231,8 @@ def _cast_bytes(part: _Part) -> int:
 
 
 def _exchanges(run: PlannedRun) -> tuple[float, int]:
-    """Returns the bytes that ranks of expert and context parallelism exchange in a microbatch, and
-    the number of exchanges.
+    """Returns the bytes that ranks of expert, context and tensor parallelism exchange in a
+    microbatch, and the number of exchanges.
     """
     nbytes, number, batch = 0.0, 0, run.microbatch
     size = run.config.parallel.expert_model_parallel_size
@@ -242,7 +245,35 @@ def _exchanges(run: PlannedRun) -> tuple[float, int]:
         mixers = [layer.mixer for layer in run.spec.layers]
         nbytes += sum(exchanged_by(mixer, batch) for mixer in mixers)
         number += sum(_num_exchanges(mixer, batch) for mixer in mixers)
+    if batch.tensor_size > 1:
+        # Embedding and loss: a reduce-scatter and an all-gather each, in forward or backward.
+        size = run.spec.hidden_size
+        nbytes += 4 * size * batch.itemsize * batch.num_tokens * (batch.tensor_size - 1)
+        nbytes += sum(sent_by_layer(layer, size, batch) for layer in run.spec.layers)
+        number += 4 + 5 * sum(_num_divided(layer) for layer in run.spec.layers)
     return nbytes, number
+
+
+def sent_by_layer(layer: LayerSpec, hidden_size: int, batch: Microbatch) -> int:
+    """Returns the bytes that a rank of tensor parallelism sends in a layer's forward and backward.
+
+    docs/training.md has the formulas.
+    """
+    # Inputs are gathered, again in backward, and their gradients scattered; outputs are scattered,
+    # and their gradients gathered.
+    elements, mixer = 5 * hidden_size * _num_divided(layer), layer.mixer
+    if isinstance(mixer, LatentAttentionSpec):
+        query_size = hidden_size if mixer.query_rank is None else mixer.query_rank
+        elements += 3 * query_size + 2 * (mixer.key_value_rank + mixer.rotary_dim) - 3 * hidden_size
+    elif isinstance(mixer, AttentionSpec) and mixer.num_key_value_heads < batch.tensor_size:
+        elements += 2 * 2 * mixer.key_value_size  # parts of keys and values, and their gradients
+    return elements * batch.itemsize * batch.num_tokens * (batch.tensor_size - 1)
+
+
+def _num_divided(layer: LayerSpec) -> int:
+    """Returns the number of blocks of a layer that tensor parallelism divides."""
+    network = layer.feed_forward
+    return 2 if isinstance(network, DenseSpec) or network.shared is not None else 1
 
 
 def exchanged_by(mixer: Mixer, batch: Microbatch) -> float:

@@ -13,21 +13,23 @@ from megatron.core.transformer.spec import GatedDeltaNetSpec, Mixer
 A2A, ALL_GATHER = "a2a", "all_gather"  # of --cp-comm-type
 
 
-def check_heads(mixers: Iterable[Mixer], num_ranks: int, comm_type: str) -> None:
+def check_heads(
+    mixers: Iterable[Mixer], num_ranks: int, comm_type: str, tensor_size: int = 1
+) -> None:
     """ConfigError unless so many ranks of context parallelism can divide the heads of `mixers`,
-    where they exchange heads.
+    where they exchange heads. Of these a rank has one of `tensor_size` equal parts.
     """
     if comm_type == ALL_GATHER:
         return
+    share = "" if tensor_size == 1 else f" / --tensor-model-parallel-size {tensor_size}"
     for mixer in mixers:
         if isinstance(mixer, GatedDeltaNetSpec):
-            heads = f"{mixer.num_value_heads} value heads of gated delta nets"
-            remainder = mixer.num_value_heads % num_ranks
+            num_heads, kind = mixer.num_value_heads, "value heads of gated delta nets"
         else:
-            heads = f"{mixer.num_heads} attention heads"
-            remainder = mixer.num_heads % num_ranks
-        expected = f"a divisor of the {heads}, or --cp-comm-type {ALL_GATHER}"
-        expect(not remainder, "--context-parallel-size", expected, num_ranks)
+            num_heads, kind = mixer.num_heads, "attention heads"
+        expected = f"a divisor of the {num_heads} {kind}{share}, or --cp-comm-type {ALL_GATHER}"
+        is_divisor = num_heads // tensor_size % num_ranks == 0
+        expect(is_divisor, "--context-parallel-size", expected, num_ranks)
 
 
 @dataclass(frozen=True)
@@ -66,6 +68,13 @@ class DataParallelConfig:
         "expert parallelism: ranks that divide the experts of each layer among them",
         at_least=1,
         requires="num_experts",
+        no_effect_unless="use_megatron_fsdp",
+    )
+    tensor_model_parallel_size: int = option(
+        1,
+        "tensor parallelism: consecutive ranks that divide the weights of each layer, and the "
+        "positions between layers; they read the same samples (docs/training.md)",
+        at_least=1,
         no_effect_unless="use_megatron_fsdp",
     )
     context_parallel_size: int = option(
@@ -143,29 +152,42 @@ class DataParallelConfig:
             self.context_parallel_size,
         )
 
+    @property
+    def ranks_per_sample(self) -> int:
+        """The number of ranks that read the same samples and divide their computation."""
+        return self.tensor_model_parallel_size * self.context_parallel_size
+
     def data_parallel_size(self, world_size: int) -> int:
         """The number of ranks that read different samples.
 
         Raises:
-            ConfigError: the ranks cannot be divided by the context-parallel size.
+            ConfigError: the ranks cannot be divided by the tensor- and context-parallel sizes.
         """
-        size = self.context_parallel_size
+        tensor_size, context_size = self.tensor_model_parallel_size, self.context_parallel_size
+        ranks = counted(world_size, "rank")
         expect(
-            world_size % size == 0,
-            "--context-parallel-size",
-            f"a divisor of {counted(world_size, 'rank')}",
-            size,
+            world_size % tensor_size == 0,
+            "--tensor-model-parallel-size",
+            f"a divisor of {ranks}",
+            tensor_size,
         )
-        return world_size // size
+        groups = ranks if tensor_size == 1 else f"{ranks} / --tensor-model-parallel-size"
+        expect(
+            world_size // tensor_size % context_size == 0,
+            "--context-parallel-size",
+            f"a divisor of {groups}",
+            context_size,
+        )
+        return world_size // self.ranks_per_sample
 
     def data_parallel_rank(self, rank: int) -> int:
         """The index of the samples that a rank reads, in range(data_parallel_size)."""
-        return rank // self.context_parallel_size
+        return rank // self.ranks_per_sample
 
     @property
     def has_exchanges(self) -> bool:
         """Whether layers send tokens to other ranks in forward and backward."""
-        return max(self.expert_model_parallel_size, self.context_parallel_size) > 1
+        return max(self.expert_model_parallel_size, self.ranks_per_sample) > 1
 
     @property
     def is_sharded(self) -> bool:
@@ -181,6 +203,8 @@ class DataParallelConfig:
             return "unsharded"
 
         divided = ""
+        if self.tensor_model_parallel_size > 1:
+            divided += f", layers divided by {self.tensor_model_parallel_size}"
         if self.expert_model_parallel_size > 1:
             divided += f", experts divided by {self.expert_model_parallel_size}"
         if self.context_parallel_size > 1:

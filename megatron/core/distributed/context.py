@@ -43,6 +43,7 @@ from megatron.core.distributed.fsdp.collectives import all_gather_on_device
 from megatron.core.distributed.fsdp.group_plan import THE_MODEL
 from megatron.core.issued_collectives import issuing
 from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.models.multimodal.vision_language_model import VisionLanguageModel
 from megatron.core.transformer.attention_core import Attention
 from megatron.core.transformer.gated_delta_net import GatedDeltaNet
 from megatron.core.transformer.moe_layer import MoELayer
@@ -69,7 +70,7 @@ def divide_context(
     Raises:
         ConfigError: see `check_heads`.
     """
-    part = SequenceSlice(dist.get_rank(group), dist.get_world_size(group), partial(_total, group))
+    part = slice_of(group)
     mixers: dict[str, Attention | GatedDeltaNet] = {}
     specs: list[Mixer] = []
     for name, module in model.named_modules():
@@ -85,8 +86,13 @@ def divide_context(
         noted = None if record is None else partial(record, module)
         module.exchange = PositionExchange(part, group, comm_type, name or THE_MODEL, noted)
     for module in model.modules():
-        if isinstance(module, (GPTModel, MoELayer, Router)):
+        if isinstance(module, (GPTModel, VisionLanguageModel, MoELayer, Router)):
             module.sequence_slice = part
+
+
+def slice_of(group: dist.ProcessGroup) -> SequenceSlice:
+    """The part of each sequence that is this rank's among the ranks of a group."""
+    return SequenceSlice(dist.get_rank(group), dist.get_world_size(group), partial(_total, group))
 
 
 def _total(group: dist.ProcessGroup, tensor: Tensor) -> Tensor:

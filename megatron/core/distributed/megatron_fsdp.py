@@ -21,8 +21,10 @@ from megatron.core.distributed.experts import divide_experts
 from megatron.core.distributed.fsdp.context import FsdpContext
 from megatron.core.distributed.fsdp.fully_shard import fully_shard, fully_shard_context, microbatch
 from megatron.core.distributed.fsdp.module import FsdpModule
+from megatron.core.distributed.fsdp.parameter_grouping import TensorSharding
 from megatron.core.distributed.fsdp.placement import Flat, Placements
 from megatron.core.distributed.fsdp.precision import MixedPrecisionPolicy, OffloadPolicy
+from megatron.core.distributed.tensor import divide_tensor
 from megatron.core.distributed.units import Unit, units_of
 from megatron.core.dtypes import DTYPES
 from megatron.core.mesh import (
@@ -30,12 +32,16 @@ from megatron.core.mesh import (
     EXPERT_AXIS,
     INNER_AXIS,
     OUTER_AXIS,
+    TENSOR_AXIS,
     build_context_mesh,
     build_expert_mesh,
     build_hybrid_mesh,
+    build_tensor_mesh,
     expert_axes,
     hybrid_shape,
+    tensor_axes,
 )
+from megatron.core.transformer.tensor_cut import tensor_cuts
 
 
 class Cut(NamedTuple):
@@ -52,10 +58,13 @@ class Cut(NamedTuple):
 
 
 class Cuts(NamedTuple):
-    """How a model is sharded, and how its experts are."""
+    """How a model is sharded, how its experts are, and how parameters are that tensor parallelism
+    divides; None: it divides none.
+    """
 
     dense: Cut
     experts: Cut
+    tensor: Cut | None
 
     def of(self, unit: Unit) -> Cut:
         """How this unit is sharded."""
@@ -77,7 +86,8 @@ def shard_model(
     """Shards `model` in place: one module for each mixture's experts, one for each layer without
     these, one for what remains (embedding, head). With expert parallelism, experts are divided over
     the ranks, and tokens travel to them: see experts.py. With context parallelism, each rank
-    computes a part of each sequence.
+    computes a part of each sequence. With tensor parallelism, each rank computes with its part of
+    most weights: see tensor.py.
 
     Args:
         model: usually on meta. Real parameters become the main weights; buffers stay.
@@ -94,13 +104,26 @@ def shard_model(
     cuts = cuts_of(config, num_ranks)
     policy = policy_of(config, compute_dtype, main_params_dtype)
     expert_mesh = expert_mesh_of(config, mesh, device)
+    tensor = None
+    if cuts.tensor is not None:
+        tensor_mesh = build_tensor_mesh(
+            device.kind,
+            num_ranks,
+            config.tensor_model_parallel_size,
+            config.num_distributed_optimizer_instances,
+        )
+        tensor = TensorSharding(
+            tensor_mesh, cuts.tensor.placements, cuts.tensor.grad_divisor, tensor_cuts(model)
+        )
     context_mesh = None
     if config.context_parallel_size > 1:
-        context_mesh = build_context_mesh(device.kind, num_ranks, config.context_parallel_size)
+        context_mesh = build_context_mesh(
+            device.kind, num_ranks, config.context_parallel_size, config.tensor_model_parallel_size
+        )
     if config.num_distributed_optimizer_instances > 1:
         mesh = build_hybrid_mesh(device.kind, num_ranks, config.num_distributed_optimizer_instances)
 
-    with fully_shard_context(device.torch_device, reset_parameters=reset_parameters):
+    with fully_shard_context(device.torch_device, reset_parameters=reset_parameters, tensor=tensor):
         for unit in units_of(model):
             cut = cuts.of(unit)
             fully_shard(
@@ -122,6 +145,8 @@ def shard_model(
     if context_mesh is not None:
         group = context_mesh.get_group(CONTEXT_AXIS)
         divide_context(model, group, config.cp_comm_type, _recorder(model))
+    if tensor is not None:
+        divide_tensor(model, tensor.mesh.get_group(TENSOR_AXIS), _recorder(model))
 
 
 def _recorder(model: nn.Module) -> Callable[[nn.Module, bool], None]:
@@ -177,15 +202,24 @@ def cuts_of(config: DataParallelConfig, world_size: int) -> Cuts:
     shape: tuple[int, ...] = (world_size,)
     if num_instances > 1:
         shape = hybrid_shape(world_size, num_instances)
-    dense = Cut(shape, build_placements(config))
-    if expert_size == 1:
-        return Cuts(dense, dense)
+    # The ranks of a tensor-parallel group have sums over their own positions of the same samples.
+    tensor_size = config.tensor_model_parallel_size
+    dense = Cut(shape, build_placements(config), grad_divisor=1 / tensor_size)
 
-    axes = expert_axes(world_size, expert_size, num_instances)
-    placements = dense.placements.with_kept_axis(EXPERT_AXIS, [*axes][:-1])
-    # Each rank's gradients are sums over the tokens of `expert_size` ranks, and averages over the
-    # groups of so many.
-    return Cuts(dense, Cut(tuple(axes.values()), placements, grad_divisor=expert_size))
+    def kept(axes: dict[str, int], grad_divisor: float) -> Cut:
+        *others, last = axes
+        placements = dense.placements.with_kept_axis(last, others)
+        return Cut(tuple(axes.values()), placements, grad_divisor)
+
+    experts, tensor = dense, None
+    if expert_size > 1:
+        # Each rank's gradients are sums over the tokens of `expert_size` ranks, and averages over
+        # the groups of so many.
+        axes = expert_axes(world_size, expert_size, num_instances)
+        experts = kept(axes, expert_size / tensor_size)
+    if tensor_size > 1:
+        tensor = kept(tensor_axes(world_size, tensor_size, num_instances), 1)
+    return Cuts(dense, experts, tensor)
 
 
 def expert_mesh_of(

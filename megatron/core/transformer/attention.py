@@ -11,6 +11,7 @@ from megatron.core.transformer.fused_weight import FusedLinear, FusedWeight, Lin
 from megatron.core.transformer.norms import build_norm
 from megatron.core.transformer.rotary import RotaryAngles, apply_rotary
 from megatron.core.transformer.spec import AttentionSpec, Sinks
+from megatron.core.transformer.tensor_exchange import TensorExchange, gathered_linear
 
 
 class SelfAttention(Attention):
@@ -43,7 +44,11 @@ class SelfAttention(Attention):
         self.init_std = init_std
 
         self.linear_qkv = FusedLinear(
-            hidden_size, _sections(spec), bias=spec.has_qkv_bias, init_std=init_std
+            hidden_size,
+            _sections(spec),
+            bias=spec.has_qkv_bias,
+            init_std=init_std,
+            tensor_dim=0,
         )
         widths = (spec.head_dim, spec.head_dim)
         if not spec.qk_norm_is_per_head:
@@ -51,7 +56,11 @@ class SelfAttention(Attention):
         norms = [None if spec.qk_norm is None else build_norm(spec.qk_norm, one) for one in widths]
         self.q_layernorm, self.k_layernorm = norms
         self.linear_proj = Linear(
-            spec.query_size, hidden_size, bias=spec.has_output_bias, init_std=output_init_std
+            spec.query_size,
+            hidden_size,
+            bias=spec.has_output_bias,
+            init_std=output_init_std,
+            tensor_dim=1,
         )
 
         if spec.sinks is Sinks.LEARNED:
@@ -69,8 +78,26 @@ class SelfAttention(Attention):
         self, hidden: Tensor, rotary: RotaryAngles | None
     ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
         """See `Attention`."""
-        query, *gate, key, value = self.linear_qkv.split(self.linear_qkv(hidden))
+        projected = gathered_linear(self.linear_qkv, hidden, self.tensor)
+        query, *gate, key, value = self.linear_qkv.split(projected)
+        if self.tensor is not None and key.shape[-1] % self.spec.head_dim:
+            key, value = self._whole_head(key, value, self.tensor)
         return self._heads(query, key, value, rotary), tuple(gate)
+
+    def _whole_head(
+        self, key: Tensor, value: Tensor, tensor: TensorExchange
+    ) -> tuple[Tensor, Tensor]:
+        """The key and value head of this rank's query heads, from parts of heads: [batch, seq,
+        head_dim] both. Several ranks compute a head's channels, and all of them need it.
+        """
+        parts = tensor.gather(torch.cat((key, value), dim=-1).transpose(1, 2))
+        # [batch, ranks, key and value, channels of a part, seq]
+        parts = parts.unflatten(1, (tensor.num_ranks, 2, -1))
+        ranks_per_head = tensor.num_ranks // self.spec.num_key_value_heads
+        first = tensor.rank // ranks_per_head * ranks_per_head
+        head = parts.narrow(1, first, ranks_per_head).transpose(1, 2).flatten(2, 3)
+        key, value = head.transpose(2, 3).unbind(1)
+        return key, value
 
     def _heads(
         self, query: Tensor, key: Tensor, value: Tensor, rotary: RotaryAngles | None

@@ -28,6 +28,7 @@ from __future__ import annotations
 
 import abc
 import math
+from collections.abc import Mapping
 
 import torch
 import torch.nn.functional as F
@@ -44,6 +45,7 @@ from megatron.core.transformer.kernel_results import keep_kernel_results
 from megatron.core.transformer.rotary import RotaryAngles
 from megatron.core.transformer.sequence_slice import ContextExchange, SequenceSlice
 from megatron.core.transformer.spec import AttentionSpec, Sinks
+from megatron.core.transformer.tensor_exchange import TensorExchange, scattered_linear
 from megatron.core.transformer.varlen_attention import attend_varlen, padded, suits_varlen
 
 # A block under a window has half as many queries as the window has positions. Larger blocks compute
@@ -77,10 +79,14 @@ class Attention(nn.Module, abc.ABC):
         linear_proj: projection of the heads' results to the layer's output.
         exchange: how the core gets the positions of other ranks; None: this rank has all positions.
             Context parallelism sets it.
+        tensor: how ranks that divide the heads exchange positions; None: this rank has all heads.
+            Tensor parallelism sets it.
     """
 
     linear_proj: Linear
     exchange: ContextExchange | None = None
+    tensor: TensorExchange | None = None
+    tensor_dims: Mapping[str, int] = {"sinks": 0}
 
     def __init__(
         self, core_spec: AttentionSpec, dropout: float, recompute_granularity: str | None
@@ -124,7 +130,7 @@ class Attention(nn.Module, abc.ABC):
         context = rearrange(context, "batch head seq dim -> batch seq (head dim)")
         if gate:
             context = context * gate[0].sigmoid()
-        return self.linear_proj(context)  # type: ignore[no-any-return]
+        return scattered_linear(self.linear_proj, context, self.tensor)
 
     def core(self, mixed: tuple[Tensor, ...], documents: Documents | None) -> Tensor:
         """Returns each head's weighted sums of values: [batch, heads, seq, value_dim]."""

@@ -15,7 +15,7 @@ Muon updates each matrix of a weight separately: `matrices_of` finds them in the
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar, NamedTuple
@@ -127,11 +127,16 @@ class Linear(nn.Linear):
     """`nn.Linear` whose initial weights are normal(0, init_std) and whose initial biases are
     zero.
 
+    Args:
+        tensor_dim: of the weight, see `TensorCut`; None: tensor parallelism leaves the layer whole.
+
     Attributes:
         is_hidden: whether the outputs are hidden channels. Muon does not update other layers.
+        tensor_dims: see `tensor_cuts`. A layer whose input channels are divided has a whole bias.
     """
 
     is_hidden: ClassVar[bool] = True
+    tensor_dims: Mapping[str, int]
 
     def __init__(
         self,
@@ -140,12 +145,16 @@ class Linear(nn.Linear):
         bias: bool = True,
         *,
         init_std: float = 0.02,
+        tensor_dim: int | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         # Before nn.Linear's constructor, which calls reset_parameters.
         self.init_std = init_std
         super().__init__(in_features, out_features, bias=bias, device=device, dtype=dtype)
+        self.tensor_dims = {} if tensor_dim is None else {"weight": tensor_dim}
+        if tensor_dim == 0:
+            self.tensor_dims["bias"] = 0
 
     def reset_parameters(self) -> None:
         """Draws the initial weights: see `reset_linear`."""
@@ -171,11 +180,18 @@ class FusedLinear(HasSections, Linear):
         bias: bool = True,
         *,
         init_std: float = 0.02,
+        tensor_dim: int | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(
-            in_features, fused.num_rows, bias, init_std=init_std, device=device, dtype=dtype
+            in_features,
+            fused.num_rows,
+            bias,
+            init_std=init_std,
+            tensor_dim=tensor_dim,
+            device=device,
+            dtype=dtype,
         )
         self.fused = fused
 
@@ -184,9 +200,11 @@ class FusedLinear(HasSections, Linear):
 
     def split(self, output: Tensor) -> tuple[Tensor, ...]:
         """Views of the forward's output [..., fused.num_rows], one per section: [...,
-        section.num_rows].
+        section.num_rows]. Of a part of the weight: equal parts of both.
         """
-        sections: tuple[Tensor, ...] = output.split(self.fused.sizes, dim=-1)
+        num_parts = self.fused.num_rows // output.shape[-1]
+        sizes = [size // num_parts for size in self.fused.sizes]
+        sections: tuple[Tensor, ...] = output.split(sizes, dim=-1)
         return sections
 
 

@@ -11,9 +11,9 @@ from __future__ import annotations
 import importlib
 import logging
 import math
-from collections.abc import Callable, Iterator
-from functools import cache, partial
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from functools import cache
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -29,6 +29,11 @@ from megatron.core.transformer.fused_weight import FusedLinear, FusedWeight, Lin
 from megatron.core.transformer.rotary import RotaryAngles
 from megatron.core.transformer.sequence_slice import ContextExchange
 from megatron.core.transformer.spec import GatedDeltaNetSpec
+from megatron.core.transformer.tensor_exchange import (
+    TensorExchange,
+    gathered_linear,
+    scattered_linear,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -50,6 +55,8 @@ class Decay(Fp32Module):
     Attributes:
         A_log, dt_bias: [num_value_heads] fp32. Names and case are as in all published models.
     """
+
+    tensor_dims: ClassVar[Mapping[str, int]] = {"A_log": 0, "dt_bias": 0}
 
     def __init__(self, num_value_heads: int) -> None:
         super().__init__()
@@ -109,10 +116,11 @@ class GatedDeltaNet(nn.Module):
         output_init_std: that of the output projection's.
 
     Attributes:
-        exchange: see `Attention`.
+        exchange, tensor: see `Attention`.
     """
 
     exchange: ContextExchange | None = None
+    tensor: TensorExchange | None = None
 
     def __init__(
         self, spec: GatedDeltaNetSpec, hidden_size: int, *, init_std: float, output_init_std: float
@@ -130,11 +138,15 @@ class GatedDeltaNet(nn.Module):
             ),
             num_heads=(*[spec.num_key_heads] * 2, *[spec.num_value_heads] * 2, 1, 1),
         )
-        self.in_proj = FusedLinear(hidden_size, sections, bias=False, init_std=init_std)
-        self.conv1d = CausalConv1d(2 * spec.key_size + spec.value_size, spec.conv_kernel)
+        self.in_proj = FusedLinear(
+            hidden_size, sections, bias=False, init_std=init_std, tensor_dim=0
+        )
+        self.conv1d = CausalConv1d(sum(sections.sizes[:3]), spec.conv_kernel)
         self.decay = Decay(spec.num_value_heads)
         self.out_norm = GatedRMSNorm(spec.value_head_dim, spec.norm_eps)
-        self.out_proj = Linear(spec.value_size, hidden_size, bias=False, init_std=output_init_std)
+        self.out_proj = Linear(
+            spec.value_size, hidden_size, bias=False, init_std=output_init_std, tensor_dim=1
+        )
 
     def forward(
         self,
@@ -165,17 +177,11 @@ class GatedDeltaNet(nn.Module):
         channels], log decays and betas [batch, seq, value heads] fp32. And the output's other
         input: the gate [batch, seq, value_size].
         """
-        spec = self.spec
+        projected = gathered_linear(self.in_proj, hidden, self.tensor)
         # In four parts, not in the six sections: the convolution takes three of them as one.
-        mixed, z, beta, alpha = self.in_proj(hidden).split(
-            (
-                2 * spec.key_size + spec.value_size,
-                spec.value_size,
-                spec.num_value_heads,
-                spec.num_value_heads,
-            ),
-            dim=-1,
-        )
+        num_parts = self.in_proj.fused.num_rows // projected.shape[-1]
+        sizes = sum(self.in_proj.fused.sizes[:3]), *self.in_proj.fused.sizes[3:]
+        mixed, z, beta, alpha = projected.split([size // num_parts for size in sizes], dim=-1)
         if self.exchange is not None:
             # Saved for backward: a view would keep the rest, too.
             z = z.clone()
@@ -185,7 +191,7 @@ class GatedDeltaNet(nn.Module):
         """Each head's value from its state: [batch, seq, value heads, value_head_dim]."""
         channels, log_decay, beta = mixed
         if self.exchange is None:
-            return self._core(channels, log_decay, beta, documents, self.conv1d)
+            return self._core(channels, log_decay, beta, documents)
         if self.exchange.gathers:
             return self._core_of_slice(self.exchange, channels, log_decay, beta, documents)
 
@@ -195,11 +201,21 @@ class GatedDeltaNet(nn.Module):
         channels = torch.cat([part.flatten(2) for part in heads], dim=-1)
         # Saved for backward; views would keep all that has arrived.
         log_decay, beta = log_decay.squeeze(-1).clone(), beta.squeeze(-1).clone()
-        weights = [self.exchange.own(part) for part in self._by_head(self.conv1d.weight, 0)]
-        weight = torch.cat([part.flatten(0, 1) for part in weights])
-        convolve = partial(causal_conv, weight)
-        output = self._core(channels, log_decay, beta, documents, convolve)
+        output = self._core(channels, log_decay, beta, documents)
         return self.exchange.to_positions(output)
+
+    def _convolution_weight(self) -> Tensor:
+        """Of the channels of this rank's heads, from the weight of all, which is small."""
+        weight: Tensor = self.conv1d.weight
+        exchange = None if self.exchange is None or self.exchange.gathers else self.exchange
+        if self.tensor is None and exchange is None:
+            return weight
+        heads = [*self._by_head(weight, 0)]
+        if self.tensor is not None:
+            heads = [part.chunk(self.tensor.num_ranks)[self.tensor.rank] for part in heads]
+        if exchange is not None:
+            heads = [exchange.own(part) for part in heads]
+        return torch.cat([part.flatten(0, 1) for part in heads])
 
     def _core_of_slice(
         self,
@@ -231,20 +247,21 @@ class GatedDeltaNet(nn.Module):
             before = F.pad(ends.flatten(2), (0, 0, reach, 0))
             start = exchange.part.rank * min(reach, length)
             channels = torch.cat((before[:, start : start + reach], channels), dim=1)
-        convolved: Tensor
         if documents is None:
-            convolved = self.conv1d(channels)
-            return convolved[:, reach:]
+            return causal_conv(self._convolution_weight(), channels)[:, reach:]
 
         own = exchange.part.of_rank(length)
         documents = documents.cut(range(own.start - reach, own.stop), length * exchange.part.size)
-        convolved = self.conv1d(channels.flatten(0, 1).unsqueeze(0), documents)
+        row = channels.flatten(0, 1).unsqueeze(0)
+        convolved = causal_conv(self._convolution_weight(), row, documents)
         return convolved.view(channels.shape)[:, reach:]
 
     def _by_head(self, channels: Tensor, dim: int) -> Iterator[Tensor]:
         """Queries, keys and values, whose channels are at `dim`, as [..., heads, head_dim, ...]."""
         spec = self.spec
-        sections = channels.split((spec.key_size, spec.key_size, spec.value_size), dim=dim)
+        # Of all heads, or of equal parts of the sections.
+        key_size = spec.key_size * channels.shape[dim] // (2 * spec.key_size + spec.value_size)
+        sections = channels.tensor_split((key_size, 2 * key_size), dim=dim)
         widths = (spec.key_head_dim, spec.key_head_dim, spec.value_head_dim)
         for section, width in zip(sections, widths, strict=True):
             yield section.unflatten(dim, (-1, width))
@@ -255,9 +272,8 @@ class GatedDeltaNet(nn.Module):
         log_decay: Tensor,
         beta: Tensor,
         documents: Documents | None,
-        convolve: Callable[[Tensor, Documents | None], Tensor],
     ) -> Tensor:
-        """As `core`, of whole rows and of all heads or some, whose channels `convolve` takes."""
+        """As `core`, of whole rows and of all heads or some."""
         shape, spec = log_decay.shape, self.spec
         if documents is not None:
             channels, log_decay, beta = (
@@ -265,9 +281,8 @@ class GatedDeltaNet(nn.Module):
             )
         value_size = shape[-1] * spec.value_head_dim
         key_size = (channels.shape[-1] - value_size) // 2
-        query, key, value = convolve(channels, documents).split(
-            (key_size, key_size, value_size), dim=-1
-        )
+        mixed = causal_conv(self._convolution_weight(), channels, documents)
+        query, key, value = mixed.split((key_size, key_size, value_size), dim=-1)
         output = _delta_rule(
             query.unflatten(-1, (-1, spec.key_head_dim)),
             key.unflatten(-1, (-1, spec.key_head_dim)),
@@ -281,8 +296,7 @@ class GatedDeltaNet(nn.Module):
     def output(self, read: Tensor, gate: tuple[Tensor, ...]) -> Tensor:
         """From the core's result: [batch, seq, hidden]."""
         gated = self.out_norm(read, gate[0].unflatten(-1, (-1, self.spec.value_head_dim)))
-        projected: Tensor = self.out_proj(gated.flatten(-2))
-        return projected
+        return scattered_linear(self.out_proj, gated.flatten(-2), self.tensor)
 
 
 def _delta_rule(

@@ -19,6 +19,7 @@ from megatron.core.transformer.fused_weight import FusedLinear, FusedWeight, Lin
 from megatron.core.transformer.norms import build_norm
 from megatron.core.transformer.rotary import RotaryAngles, apply_rotary
 from megatron.core.transformer.spec import AttentionSpec, LatentAttentionSpec
+from megatron.core.transformer.tensor_exchange import gathered_linear
 
 
 class LatentAttention(Attention):
@@ -57,7 +58,9 @@ class LatentAttention(Attention):
 
         def fused(in_features: int, *sections: tuple[str, int], num_heads: int = 1) -> FusedLinear:
             weight = FusedWeight(sections, [num_heads] * len(sections))
-            return FusedLinear(in_features, weight, bias=False, init_std=init_std)
+            # Tensor parallelism divides heads and leaves what has none whole.
+            dim = None if num_heads == 1 else 0
+            return FusedLinear(in_features, weight, bias=False, init_std=init_std, tensor_dim=dim)
 
         def queries(name: str, in_features: int) -> FusedLinear:
             # One section with the layer's name, so that checkpoints have that name.
@@ -82,7 +85,11 @@ class LatentAttention(Attention):
             num_heads=spec.num_heads,
         )
         self.linear_proj = Linear(
-            spec.value_size, hidden_size, bias=spec.has_output_bias, init_std=output_init_std
+            spec.value_size,
+            hidden_size,
+            bias=spec.has_output_bias,
+            init_std=output_init_std,
+            tensor_dim=1,
         )
 
     def inputs(
@@ -96,18 +103,18 @@ class LatentAttention(Attention):
     def _query(self, hidden: Tensor, rotary: RotaryAngles | None) -> Tensor:
         """[batch, seq, heads, head_dim]."""
         if self.linear_q_proj is not None:
-            query = self.linear_q_proj(hidden)
+            query = gathered_linear(self.linear_q_proj, hidden, self.tensor)
         else:
             assert self.linear_q_down_proj is not None, "the constructor builds one of the two"
             assert self.linear_q_up_proj is not None, "with the other"
             latent = self.linear_q_down_proj(hidden)
             if self.q_layernorm is not None:
                 latent = self.q_layernorm(latent)
-            query = self.linear_q_up_proj(latent)
+            query = gathered_linear(self.linear_q_up_proj, latent, self.tensor)
 
-        query = query.unflatten(-1, (self.spec.num_heads, -1))
+        query = query.view(*query.shape[:-1], -1, self.spec.head_dim)
         if rotary is None:
-            return query  # type: ignore[no-any-return]
+            return query
         content, turned = query.split((self.spec.content_dim, self.spec.rotary_dim), dim=-1)
         return torch.cat((content, apply_rotary(turned, rotary)), dim=-1)
 
@@ -116,12 +123,16 @@ class LatentAttention(Attention):
         latent, shared = self.linear_kv_down_proj.split(self.linear_kv_down_proj(hidden))
         if self.kv_layernorm is not None:
             latent = self.kv_layernorm(latent)
-        content, value = (
-            part.unflatten(-1, (self.spec.num_heads, -1))
-            for part in self.linear_kv_up_proj.split(self.linear_kv_up_proj(latent))
-        )
+        if self.tensor is not None:
+            # Of all positions, for this rank's heads.
+            latent, shared = self.linear_kv_down_proj.split(
+                self.tensor.gather(torch.cat((latent, shared), dim=-1))
+            )
+        content, value = self.linear_kv_up_proj.split(self.linear_kv_up_proj(latent))
+        content = content.unflatten(-1, (-1, self.spec.content_dim))
+        value = value.unflatten(-1, (-1, self.spec.value_dim))
 
         shared = shared.unsqueeze(2)  # as of one head
         if rotary is not None:
             shared = apply_rotary(shared, rotary)
-        return torch.cat((content, shared.expand(-1, -1, self.spec.num_heads, -1)), dim=-1), value
+        return torch.cat((content, shared.expand(-1, -1, content.shape[2], -1)), dim=-1), value

@@ -18,11 +18,16 @@ backward how much each counts, and computes the logits a second time.
 Weights of tokens are divided by a power of two, the least that is not below the largest of them,
 and the results multiplied by it: the gradient of a logit is a number between -1 and 1 then, which
 16 bits hold, fp16's too.
+
+Ranks that divide the vocabulary have the logits of their rows. For each chunk they exchange the
+largest logit of each token, and then the sums of exponentials and the labels' logits in one
+all-reduce. The gradient of the hidden states is the sum over the ranks.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -31,6 +36,7 @@ from torch import Tensor
 
 from megatron.core.autocast import without_autocast
 from megatron.core.products import is_slow, mm, slices
+from megatron.core.transformer.tensor_exchange import TensorExchange, own_rows
 
 
 class Sizes(NamedTuple):
@@ -77,11 +83,17 @@ class HeadOptions:
         z_coeff: of the z-loss, the square of log(sum(exp(logits))) of each token.
         chunk_numel: elements of logits at a time, at least one token's; None:
             what suits the device.
+        tensor: how ranks that divide the vocabulary exchange sums; None: the weight has all rows.
     """
 
     softcap: float | None = None
     z_coeff: float = 0.0
     chunk_numel: int | None = None
+    tensor: TensorExchange | None = None
+
+    def num_tokens(self, weight: Tensor) -> int:
+        """Tokens of the vocabulary, of which `weight` has a part of the rows."""
+        return len(weight) * (1 if self.tensor is None else self.tensor.num_ranks)
 
 
 def linear_cross_entropy(
@@ -102,10 +114,11 @@ def linear_cross_entropy(
         ValueError: shapes or dtypes that do not fit, or a label out of range.
         RuntimeError: in a backward that is itself to be differentiated.
     """
+    options = options or HeadOptions()
     hidden, weight = _of_autocast(hidden), _of_autocast(weight)
-    _check(hidden, weight, labels)
+    _check(hidden, weight, labels, options.num_tokens(weight))
     apply: Any = _LinearCrossEntropy.apply  # torch declares it without types
-    losses: Tensor = apply(hidden, weight, labels, options or HeadOptions())
+    losses: Tensor = apply(hidden, weight, labels, options)
     return losses
 
 
@@ -128,8 +141,9 @@ def weighted_cross_entropy(
         ValueError: as `linear_cross_entropy`, or weights of another shape or dtype.
         RuntimeError: in a second backward, or one that is itself to be differentiated.
     """
+    options = options or HeadOptions()
     hidden, weight = _of_autocast(hidden), _of_autocast(weight)
-    _check(hidden, weight, labels)
+    _check(hidden, weight, labels, options.num_tokens(weight))
     if token_weights.shape != labels.shape or token_weights.dtype != torch.float32:
         raise ValueError(
             f"Expected fp32 weights of shape {tuple(labels.shape)}, got {token_weights.dtype} "
@@ -139,9 +153,7 @@ def weighted_cross_entropy(
     is_wanted = torch.is_grad_enabled()
     wanted = _Wanted(is_wanted and hidden.requires_grad, is_wanted and weight.requires_grad)
     apply: Any = _WeightedCrossEntropy.apply
-    loss, z_loss = apply(
-        hidden, weight, labels, token_weights.detach(), options or HeadOptions(), wanted
-    )
+    loss, z_loss = apply(hidden, weight, labels, token_weights.detach(), options, wanted)
     return WeightedLoss(loss, z_loss)
 
 
@@ -319,8 +331,11 @@ def _softmax(
     [tokens, vocab], if weights [tokens] are given; otherwise anything.
     """
     step = max(1, sizes_for(logits.device.type).piece // logits.shape[1])
+    pieces = [*slices(len(labels), step)]
+    if options.tensor is not None:
+        return _softmax_over_ranks(logits, labels, token_weights, options, options.tensor, pieces)
     found = []
-    for rows in slices(len(labels), step):
+    for rows in pieces:
         weights = None if token_weights is None else token_weights[rows]
         found.append(_softmax_of_piece(logits[rows], labels[rows], weights, options))
     losses, log_sums = zip(*found, strict=True)
@@ -331,10 +346,7 @@ def _softmax_of_piece(
     logits: Tensor, labels: Tensor, token_weights: Tensor | None, options: HeadOptions
 ) -> tuple[Tensor, Tensor]:
     """As `_softmax`, in fp32 at once. Each operation that can be is in place."""
-    x, tanh = logits.float(), None
-    if options.softcap is not None:
-        tanh = x.div_(options.softcap).tanh_()
-        x = tanh * options.softcap
+    x, tanh = _capped(logits.float(), options)
     target = x.gather(1, labels.unsqueeze(1))
     top = x.amax(1, keepdim=True)
     x.sub_(top).exp_()
@@ -348,12 +360,60 @@ def _softmax_of_piece(
     # label.
     weights = token_weights.unsqueeze(1)
     x.mul_(weights * (1.0 + 2.0 * options.z_coeff * log_sum) / total)
+    _write_gradient(logits, x, tanh, labels, token_weights)
+    return losses, log_sum.squeeze(1)
+
+
+def _softmax_over_ranks(
+    logits: Tensor,
+    labels: Tensor,
+    token_weights: Tensor | None,
+    options: HeadOptions,
+    tensor: TensorExchange,
+    pieces: Sequence[slice],
+) -> tuple[Tensor, Tensor]:
+    """As `_softmax`, on ranks that have the logits of different tokens of the vocabulary."""
+    numbers, is_own = own_rows(labels, logits.shape[1], tensor)
+    found = []
+    for rows in pieces:
+        x, _ = _capped(logits[rows].to(torch.float32, copy=True), options)
+        target = x.gather(1, numbers[rows].unsqueeze(1))
+        top = x.amax(1, keepdim=True)
+        found.append(torch.cat((top, x.sub_(top).exp_().sum(1, keepdim=True), target), dim=1))
+    own_top, own_total, own_target = torch.cat(found).unbind(1)
+    top = tensor.maximum(own_top)
+    total, target = tensor.total(
+        torch.stack((own_total * (own_top - top).exp(), own_target.where(is_own, 0.0)))
+    )
+    log_sum = total.log().add_(top)
+    if token_weights is not None:
+        # As in `_softmax_of_piece`; exponentials are computed again instead of kept.
+        factors = token_weights * (1.0 + 2.0 * options.z_coeff * log_sum)
+        for rows in pieces:
+            x, tanh = _capped(logits[rows].float(), options)
+            x.sub_(log_sum[rows, None]).exp_().mul_(factors[rows, None])
+            weights = token_weights[rows] * is_own[rows]
+            _write_gradient(logits[rows], x, tanh, numbers[rows], weights)
+    return log_sum - target, log_sum
+
+
+def _capped(x: Tensor, options: HeadOptions) -> tuple[Tensor, Tensor | None]:
+    """Logits with the softcap, and its tanh, if there is one. Overwrites `x`."""
+    if options.softcap is None:
+        return x, None
+    tanh = x.div_(options.softcap).tanh_()
+    return tanh * options.softcap, tanh
+
+
+def _write_gradient(
+    logits: Tensor, x: Tensor, tanh: Tensor | None, labels: Tensor, token_weights: Tensor
+) -> None:
+    """Overwrites logits with their gradient, from `x`, its part without the labels."""
     x[torch.arange(len(x), device=x.device), labels] -= token_weights
     if tanh is not None:
         x.mul_(tanh.square_().neg_().add_(1.0))
     if x.data_ptr() != logits.data_ptr():
         logits.copy_(x)
-    return losses, log_sum.squeeze(1)
 
 
 def _add_product(total: Tensor, logits: Tensor, hidden: Tensor) -> None:
@@ -380,7 +440,7 @@ def _of_autocast(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def _check(hidden: Tensor, weight: Tensor, labels: Tensor) -> None:
+def _check(hidden: Tensor, weight: Tensor, labels: Tensor, vocab_size: int) -> None:
     if weight.dim() != 2 or hidden.shape[-1:] != weight.shape[1:]:
         raise ValueError(
             f"Expected hidden states [..., hidden] and a weight [vocab, hidden], got "
@@ -400,5 +460,5 @@ def _check(hidden: Tensor, weight: Tensor, labels: Tensor) -> None:
     if labels.device.type != "cpu" or labels.numel() == 0:
         return
     low, high = (int(bound) for bound in labels.aminmax())
-    if low < 0 or high >= len(weight):
-        raise ValueError(f"Expected labels in [0, {len(weight)}), got labels from {low} to {high}.")
+    if low < 0 or high >= vocab_size:
+        raise ValueError(f"Expected labels in [0, {vocab_size}), got labels from {low} to {high}.")

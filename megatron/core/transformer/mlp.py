@@ -10,6 +10,11 @@ from torch import Tensor, nn
 
 from megatron.core.transformer.fused_weight import FusedLinear, FusedWeight, Linear
 from megatron.core.transformer.spec import Activation, DenseSpec
+from megatron.core.transformer.tensor_exchange import (
+    TensorExchange,
+    gathered_linear,
+    scattered_linear,
+)
 
 
 def _gelu_tanh(x: Tensor) -> Tensor:
@@ -53,7 +58,13 @@ class MLP(nn.Module):
     2020, arXiv:2002.05202).
 
     If it is gated, `linear_fc1` holds the gate's rows and then the up rows.
+
+    Attributes:
+        tensor: how ranks that divide the channels exchange positions; None: this rank has all of
+            them. Tensor parallelism sets it.
     """
+
+    tensor: TensorExchange | None = None
 
     def __init__(
         self, spec: DenseSpec, hidden_size: int, *, init_std: float, output_init_std: float
@@ -64,18 +75,21 @@ class MLP(nn.Module):
         self.linear_fc1: Linear
         if spec.is_gated:
             sections = FusedWeight((("gate", spec.size), ("up", spec.size)))
-            self.linear_fc1 = FusedLinear(hidden_size, sections, bias, init_std=init_std)
+            self.linear_fc1 = FusedLinear(
+                hidden_size, sections, bias, init_std=init_std, tensor_dim=0
+            )
         else:
-            self.linear_fc1 = Linear(hidden_size, spec.size, bias, init_std=init_std)
-        self.linear_fc2 = Linear(spec.size, hidden_size, bias, init_std=output_init_std)
+            self.linear_fc1 = Linear(hidden_size, spec.size, bias, init_std=init_std, tensor_dim=0)
+        self.linear_fc2 = Linear(
+            spec.size, hidden_size, bias, init_std=output_init_std, tensor_dim=1
+        )
 
     def forward(self, hidden: Tensor) -> Tensor:
         """[batch, seq, hidden] -> [batch, seq, hidden], same dtype."""
-        inner: Tensor = self.linear_fc1(hidden)
+        inner = gathered_linear(self.linear_fc1, hidden, self.tensor)
         if isinstance(self.linear_fc1, FusedLinear):
             gate, up = self.linear_fc1.split(inner)
             inner = activate_gated(self.spec, gate, up)
         else:
             inner = activate(self.spec, inner)
-        output: Tensor = self.linear_fc2(inner)
-        return output
+        return scattered_linear(self.linear_fc2, inner, self.tensor)

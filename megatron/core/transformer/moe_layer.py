@@ -114,28 +114,36 @@ class MoELayer(nn.Module):
         within = None if part is None else part.of_rank(hidden.shape[1])
         lengths = None if documents is None else documents.without_padding(within)
         if documents is None or lengths is None:
-            return self._mix(hidden)
+            output, report = self._mix(hidden)
+            return (
+                output if self.shared_experts is None else output + self._shared(hidden)
+            ), report
 
         # The number of real tokens is known to the host, which therefore does not wait.
         real, tokens = documents.real_positions(hidden.device, within), hidden.flatten(0, 1)
         num_tokens = sum(documents.without_padding() or ())
-        output, report = self._mix(tokens.index_select(0, real), lengths, num_tokens)
+        own = tokens.index_select(0, real)
+        output, report = self._mix(own, lengths, num_tokens)
+        if self.shared_experts is not None and self.shared_experts.tensor is None:
+            output = output + self._shared(own)
+        elif self.shared_experts is not None:
+            # Ranks exchange equally many positions: padding, too.
+            output = output + self._shared(hidden).flatten(0, 1).index_select(0, real)
         padded = output.new_zeros(tokens.shape).index_copy(0, real, output)
         return padded.view_as(hidden), report
 
     def _mix(
         self, hidden: Tensor, lengths: Sequence[int] | None = None, num_tokens: int | None = None
     ) -> tuple[Tensor, RouterReport]:
-        """As `forward`, without padding. See `Router.forward` for the arguments."""
+        """As `forward`, of the routed experts and without padding. See `Router.forward` for the
+        arguments.
+        """
         routing = self.router(hidden, lengths, num_tokens)
         order = self._order(routing)
 
         sent = self.exchange.send(permute_tokens(hidden.flatten(0, -2), order), order.counts)
         outputs = self.exchange.bring_back(self.experts(sent.tokens, sent.counts), sent)
-        output = combine_tokens(outputs, routing.weights, order).view_as(hidden)
-        if self.shared_experts is not None:
-            output = output + self._shared(hidden)
-        return output, routing.report
+        return combine_tokens(outputs, routing.weights, order).view_as(hidden), routing.report
 
     def _order(self, routing: Routing) -> TokenOrder:
         """By expert, without the choices beyond the experts' capacity."""

@@ -57,6 +57,17 @@ def test_sequences_are_divided_over_consecutive_ranks() -> None:
     assert (mesh.mesh_dim_names, mesh.mesh.tolist()) == (("samples", "cp"), [[0, 1], [2, 3]])
 
 
+@on_ranks(4)
+def test_ranks_that_divide_layers_are_closer_than_those_that_divide_sequences() -> None:
+    mesh = build_context_mesh("cpu", 4, 2, tensor_size=2)
+    assert (mesh.mesh_dim_names, mesh.mesh.tolist()) == (
+        ("samples", "cp", "tp"),
+        [[[0, 1], [2, 3]]],
+    )
+    with pytest.raises(ValueError, match="4 ranks"):
+        build_context_mesh("cpu", 4, 4, tensor_size=2)
+
+
 @on_ranks(2)
 def test_the_groups_of_the_mesh_have_the_timeout_of_the_run() -> None:
     cpu, timeout = torch.device("cpu"), timedelta(seconds=77)

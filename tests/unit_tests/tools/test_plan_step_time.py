@@ -16,14 +16,20 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from benchmarks import gpu_step, offload_model
-from megatron.core.distributed import context
+from megatron.core.distributed import context, tensor
 from megatron.core.models.gpt.activations import Microbatch
-from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.models.gpt.gpt_model import GPTModel, Places
 from megatron.core.optimizer.config import OptimizerConfig, Overlap
 from megatron.core.transformer.config import TransformerConfig
 from megatron.core.transformer.layer_specs import model_spec
 from megatron_hybrid.plan.step_time import GroupWork, Machine, StepTime, Work, step_time
-from megatron_hybrid.plan.workload import exchanged_by, flops_of_microbatch, work_of
+from megatron_hybrid.plan.workload import (
+    exchanged_by,
+    flops_of_microbatch,
+    sent_by_layer,
+    work_of,
+)
+from tests.helpers.divided_layers import take_parts
 from tests.helpers.doc_commands import DOCS
 from tests.helpers.ranks import run_ranks
 
@@ -383,3 +389,48 @@ def test_planned_bytes_of_context_parallelism_are_those_that_a_rank_sends(mixer,
     (layer,) = model_spec(model).layers
     for found in run_ranks(4, _sent_by_one_layer, model, comm_type):
         assert found == exchanged_by(layer.mixer, batch)
+
+
+def _sent_by_divided_layer(model: TransformerConfig) -> int:
+    """The bytes that a rank sends in a forward and backward of [2, 16] tokens, whose layer all
+    ranks divide.
+    """
+    sent, num_ranks = [0], dist.get_world_size()
+    all_to_all, all_gather = tensor.dist.all_to_all_single, tensor.all_gather
+
+    def count_parts(received: Tensor, parts: Tensor, **options: Any) -> Any:
+        sent[0] += parts.nbytes * (num_ranks - 1) // num_ranks
+        return all_to_all(received, parts, **options)
+
+    def count_copies(received: Tensor, part: Tensor, *others: Any) -> Any:
+        sent[0] += part.nbytes * (num_ranks - 1)
+        return all_gather(received, part, *others)
+
+    layers = GPTModel(model, 32).decoder
+    tensor.divide_tensor(layers, dist.group.WORLD)
+    take_parts(layers, dist.get_rank(), num_ranks)
+    hidden = torch.randn(2, 16 // num_ranks, model.hidden_size, requires_grad=True)
+    with (
+        mock.patch.object(tensor.dist, "all_to_all_single", count_parts),
+        mock.patch.object(tensor, "all_gather", count_copies),
+    ):
+        layers(hidden, Places(torch.arange(16).expand(2, -1)))[0].sum().backward()
+    return sent[0]
+
+
+DIVIDED = {
+    **MIXERS,
+    "gated delta nets": {**MIXERS["gated delta nets"], "linear_num_key_heads": 4},
+    "latents of queries": {**MIXERS["latent attention"], "q_lora_rank": 12},
+    "experts": {"num_experts": 4},
+    "shared experts": {"num_experts": 4, "moe_shared_expert_intermediate_size": 16},
+}
+
+
+@pytest.mark.parametrize("layer", DIVIDED)
+def test_planned_bytes_of_tensor_parallelism_are_those_that_a_rank_sends(layer):
+    model = TransformerConfig(num_layers=1, hidden_size=32, num_attention_heads=4, **DIVIDED[layer])
+    batch = Microbatch(2, 16, 4, "cpu", tensor_size=4)
+    (spec,) = model_spec(model).layers
+    for found in run_ranks(4, _sent_by_divided_layer, model):
+        assert found == sent_by_layer(spec, 32, batch)

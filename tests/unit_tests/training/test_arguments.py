@@ -314,13 +314,56 @@ def test_flags_of_context_parallelism_that_do_not_fit_are_rejected_by_name(flags
     assert refusal(*flags.split(), world_size=4).startswith(f"{named}: expected ")
 
 
-def test_ranks_that_divide_sequences_do_not_add_to_the_batch():
-    config = parse_config([*MINIMAL, CONTEXT, "2"], 8)
-    assert config.global_batch_size == 4
-    assert [config.parallel.data_parallel_rank(rank) for rank in range(8)] == [
-        *(0, 0, 1, 1),
-        *(2, 2, 3, 3),
-    ]
+TENSOR = "--tensor-model-parallel-size"
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        (f"{TENSOR} 0", TENSOR),
+        (f"{TENSOR} 3", TENSOR),
+        (f"{TENSOR} 4", TENSOR),  # of 2 heads
+        (f"{TENSOR} 2 --group-query-attention --num-query-groups 1 --kv-channels 3", TENSOR),
+        (f"{TENSOR} 2 --compile-layers", "--compile-layers"),
+        (f"{TENSOR} 2 --ffn-hidden-size 15", TENSOR),
+        (f"{TENSOR} 2 {DELTA_NETS.replace('key-heads 2', 'key-heads 1')}", TENSOR),
+        (f"{TENSOR} 2 --num-experts 4 --moe-shared-expert-intermediate-size 5", TENSOR),
+        (
+            f"{TENSOR} 2 --num-experts 4 --expert-model-parallel-size 3",
+            "--expert-model-parallel-size",
+        ),
+        (f"{TENSOR} 4 --num-distributed-optimizer-instances 2", TENSOR),
+        (f"{TENSOR} 2 --qk-layernorm --qk-layernorm-across-heads", TENSOR),
+        (f"{TENSOR} 2 --use-torch-fsdp2", TENSOR),
+        (f"{TENSOR} 2 --optimizer muon", "--optimizer"),
+        (f"{TENSOR} 2 --seq-length 15", "--seq-length"),
+        (f"{TENSOR} 2 {CONTEXT} 2 --seq-length 14", "--seq-length"),
+        (f"{TENSOR} 2 {CONTEXT} 4", CONTEXT),  # of 4 ranks
+        (f"{TENSOR} 2 {CONTEXT} 2", CONTEXT),  # of 2 / 2 heads
+        (f"{TENSOR} 2 --global-batch-size 3", "--global-batch-size"),
+    ],
+)
+def test_flags_of_tensor_parallelism_that_do_not_fit_are_rejected_by_name(flags, named):
+    assert refusal(*flags.split(), world_size=4).startswith(f"{named}: expected ")
+
+
+def test_heads_that_no_layer_has_need_not_be_divided():
+    one_group = "--group-query-attention --num-query-groups 1"
+    only_delta_nets = DELTA_NETS.replace("-freq 2", "-freq [1]")
+    config = parse_config([*MINIMAL, *f"{TENSOR} 2 {one_group} {only_delta_nets}".split()], 2)
+    assert config.parallel.tensor_model_parallel_size == 2
+
+
+def test_ranks_that_divide_sequences_or_layers_do_not_add_to_the_batch():
+    for size in (CONTEXT, TENSOR):
+        config = parse_config([*MINIMAL, size, "2"], 8)
+        assert config.global_batch_size == 4
+        assert [config.parallel.data_parallel_rank(rank) for rank in range(8)] == [
+            *(0, 0, 1, 1),
+            *(2, 2, 3, 3),
+        ]
+    both = parse_config([*MINIMAL, TENSOR, "2", CONTEXT, "2", "--cp-comm-type", "all_gather"], 8)
+    assert [both.parallel.data_parallel_rank(rank) for rank in range(8)] == [0] * 4 + [1] * 4
     gathered = f"{CONTEXT} 4 --cp-comm-type all_gather {DELTA_NETS}"
     assert parse_config([*MINIMAL, *gathered.split()], 8).global_batch_size == 2
 

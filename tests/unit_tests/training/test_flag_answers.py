@@ -32,7 +32,7 @@ def refusal(*flags: str, world_size: int = 1) -> tuple[str, ...]:
 
 def test_flags_that_change_nothing_are_accepted_and_leave_the_configuration_as_it_was():
     flags = (
-        "--use-mcore-models --tensor-model-parallel-size 1 --transformer-impl local "
+        "--use-mcore-models --pipeline-model-parallel-size 1 --transformer-impl local "
         "--use-distributed-optimizer --overlap-grad-reduce --no-gradient-accumulation-fusion"
     )
     parsed = parse_command_line([*MINIMAL, *flags.split()], 1)
@@ -75,14 +75,14 @@ def test_they_are_one_line_of_the_log(capsys):
 def test_everything_that_is_wrong_is_in_one_error():
     """Unknown flags, flags of Megatron-LM's, values out of bounds, and flags that need others."""
     lines = refusal(
-        *"--adam-bet1 0.9 --tensor-model-parallel-size 2 --no-such-thing a b".split(),
+        *"--adam-bet1 0.9 --pipeline-model-parallel-size 2 --no-such-thing a b".split(),
         *"--clip-grad -1 --dropout".split(),
         *"--save-interval 5 --bf16 yes --fp8-format hybrid".split(),
     )
     assert lines == (
         "--adam-bet1: expected a known flag, got one that does not exist. Did you mean "
         "--adam-beta1?",
-        "--tensor-model-parallel-size 2: remove it. Tensor parallelism is not offered; FSDP "
+        "--pipeline-model-parallel-size 2: remove it. Pipeline parallelism is not offered; FSDP "
         "shards.",
         "--no-such-thing: expected a known flag, got one that does not exist.",
         "--dropout: expected a known flag, got one that does not exist.",
@@ -133,8 +133,9 @@ def test_samples_become_iterations_of_the_global_batch(given, line):
 
 def test_samples_are_counted_in_the_batch_that_all_ranks_make_by_default():
     assert "--train-iters 5 " in refusal("--train-samples", "15", world_size=3)[0]
-    divided = "--context-parallel-size 2 --train-samples 15".split()
-    assert "--train-iters 5 " in refusal(*divided, world_size=6)[0]
+    for size in ("context-parallel-size", "tensor-model-parallel-size"):
+        divided = f"--{size} 2 --train-samples 15".split()
+        assert "--train-iters 5 " in refusal(*divided, world_size=6)[0]
 
 
 def test_a_wrong_value_of_a_flag_that_must_be_given_is_one_line():
@@ -206,15 +207,15 @@ def test_a_file_is_answered_as_the_command_line_is(tmp_path):
     path = write(
         tmp_path,
         "use-mcore-models: true\noverlap_grad_reduce: false\nfp8-format: null\n"
-        "tensor-model-parallel-size: 4\nno-such: [1, 2]\nckpt-format: torch_dist\n",
+        "pipeline-model-parallel-size: 4\nno-such: [1, 2]\nckpt-format: torch_dist\n",
     )
     lines = refusal("--config", path)
     assert [line.split(". ")[0] for line in lines] == [
-        f"{path}: --tensor-model-parallel-size 4: remove it",
+        f"{path}: --pipeline-model-parallel-size 4: remove it",
         f"{path}: no-such: expected a known key, got one that does not exist.",
         f"{path}: --ckpt-format torch_dist: use --ckpt-format fsdp_dtensor instead",
     ]
-    with pytest.raises(ConfigError, match="--tensor-model-parallel-size 4: remove it"):
+    with pytest.raises(ConfigError, match="--pipeline-model-parallel-size 4: remove it"):
         read_yaml(path)
 
 

@@ -477,12 +477,15 @@ def _check_fits(
 
 
 def _local_parts(tensor: torch.Tensor) -> list[tuple[tuple[int, ...], torch.Tensor]]:
-    """This rank's memory of a tensor, with its offsets in the whole tensor."""
-    if not isinstance(tensor, DTensor):
-        return [((0,) * tensor.dim(), tensor.detach())]
-    # Of PyTorch, or of uneven shards, which replace the method. At most one chunk has elements.
+    """This rank's memory of a tensor, chunk by chunk, with the offsets in the whole tensor."""
+    local = local_tensor(tensor).detach()
+    if not isinstance(tensor, DTensor) or not local.dim():
+        return [((0,) * tensor.dim(), local)]
+    # Of PyTorch, or of uneven shards, which replace the method: several chunks are in the order of
+    # their rows.
     chunks = [chunk for chunk in tensor.__create_chunk_list__() if 0 not in chunk.sizes]
-    return [(tuple(chunk.offsets), local_tensor(tensor).detach()) for chunk in chunks]
+    parts = local.split([chunk.sizes[0] for chunk in chunks]) if chunks else ()
+    return [(tuple(chunk.offsets), part) for chunk, part in zip(chunks, parts, strict=True)]
 
 
 class _SavePlanner(DefaultSavePlanner):

@@ -162,12 +162,12 @@ class FlatShards:
         found: list[list[Holding]] = [[] for _ in self.layout.tensor_shapes]
         for piece, ranks in sorted(self._piece(number) for number in range(self._num_pieces)):
             for chunk in self.layout.chunks(piece):
-                found[chunk.tensor].append(self._holding(chunk, ranks))
-        return [HeldBoxes(each) for each in found]
+                found[chunk.tensor] += self._holdings_in(chunk, ranks)
+        # The buffer has tensors in block order, which is another one.
+        return [HeldBoxes(sorted(each) if self.layout.cuts else each) for each in found]
 
-    def _holding(self, chunk: Chunk, ranks: tuple[int, ...]) -> Holding:
-        tail = self.layout.tensor_shapes[chunk.tensor][1:]
-        return Holding(Box((chunk.first_row, *(0,) * len(tail)), (chunk.num_rows, *tail)), ranks)
+    def _holdings_in(self, chunk: Chunk, ranks: tuple[int, ...]) -> list[Holding]:
+        return [Holding(Box(box.offsets, box.sizes), ranks) for box in self.layout.boxes(chunk)]
 
     def holdings(self, tensor: int, rank: int | None) -> HeldBoxes:
         """The holdings of a tensor; with `rank`, only its own."""
@@ -179,7 +179,7 @@ class FlatShards:
 
     @cached_property
     def _held_by(self) -> dict[int, dict[int, HeldBoxes]]:
-        """The one holding of each tensor, by rank, for ranks that have been asked about."""
+        """The holdings of each tensor, by rank, for ranks that have been asked about."""
         return {}
 
     def _holdings_of(self, rank: int) -> dict[int, HeldBoxes]:
@@ -190,7 +190,7 @@ class FlatShards:
         # Places that differ by a multiple of the number of pieces hold the same piece.
         piece, ranks = self._piece(place % self._num_pieces)
         chunks = self.layout.chunks(piece)
-        return {chunk.tensor: HeldBoxes([self._holding(chunk, ranks)]) for chunk in chunks}
+        return {chunk.tensor: HeldBoxes(self._holdings_in(chunk, ranks)) for chunk in chunks}
 
 
 _NOTHING = HeldBoxes()

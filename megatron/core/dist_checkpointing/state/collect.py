@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 import megatron.core.optimizer.scaled_states as scaled_states
 from megatron.core.dist_checkpointing.errors import CheckpointError
 from megatron.core.dist_checkpointing.format.index import SavedAs
+from megatron.core.dist_checkpointing.layout.boxes import Box
 from megatron.core.dist_checkpointing.layout.holdings import (
     EvenShards,
     FlatShards,
@@ -126,14 +127,14 @@ class _Collector:
         self._shards: dict[int, FlatShards] = {}  # by id of the group
         # Most layers have equal layouts, and share the computed shards.
         self._alike: dict[FlatShards, FlatShards] = {}
-        self._own_boxes: dict[torch.Tensor, _OwnBox] = {}
+        self._own_boxes: dict[torch.Tensor, _OwnBoxes] = {}
         self._fqns: dict[torch.Tensor, str] = {}
         self._named_rows: dict[torch.Tensor, list[_NamedRows]] = {}
         self.names: dict[torch.Tensor, list[str]] = {}
 
         for fqn, parameter in model.named_parameters():
             self._named_rows[parameter] = _named_rows(fqn, parameter, fused.get(fqn))
-            self._own_boxes[parameter] = self._own_box(parameter)
+            self._own_boxes[parameter] = self._boxes_of(parameter)
             self._fqns[parameter] = fqn
             self.names[parameter] = [section.name for section in self._named_rows[parameter]]
 
@@ -238,18 +239,14 @@ class _Collector:
             key = f"{prefix}{section.name}{suffix}"
             if section.num_rows is None:
                 saved_as = SavedAs(key, dtype, shape, own.holdings)
-                found.append(Entry(saved_as, own.offsets, values))
+                (box,) = own.boxes or [Box.whole(shape)]
+                found.append(Entry(saved_as, box.offsets, values))
                 continue
 
             holdings = partial(section_holdings, own.holdings, section.first_row, section.num_rows)
             saved_as = SavedAs(key, dtype, (section.num_rows, *shape[1:]), holdings)
-            # The rows of the section that this rank holds; it may hold none.
-            begin = max(own.offsets[0], section.first_row)
-            end = min(own.offsets[0] + own.sizes[0], section.first_row + section.num_rows)
-            num_rows = max(end - begin, 0)
-            first_row = begin - own.offsets[0] if num_rows else 0
-            offsets = (begin - section.first_row if num_rows else 0, *own.offsets[1:])
-            found.append(Entry(saved_as, offsets, values, first_row, num_rows))
+            offsets, first_row, num_rows = own.rows_of(section.first_row, section.num_rows)
+            found.append(Entry(saved_as, offsets or (0,) * len(shape), values, first_row, num_rows))
         return found
 
     def _whole(
@@ -266,7 +263,7 @@ class _Collector:
         is_own = self._rank in ranks
         return Entry(saved_as, (0,) * len(shape), values, is_own=is_own, is_copied=is_copied)
 
-    def _own_box(self, parameter: torch.Tensor) -> _OwnBox:
+    def _boxes_of(self, parameter: torch.Tensor) -> _OwnBoxes:
         group = group_of(parameter)
         holdings: Holdings
         if group is not None:
@@ -278,10 +275,7 @@ class _Collector:
         else:
             holdings = replicated(parameter.shape, self._ranks)
 
-        # A rank holds at most one chunk of a parameter.
-        for own in holdings(self._rank):
-            return _OwnBox(holdings, *own.box)
-        return _OwnBox(holdings, (0,) * parameter.dim(), (0,) * parameter.dim())
+        return _OwnBoxes(holdings, [own.box for own in holdings(self._rank)])
 
     def _shards_of(self, group: FsdpParameterGroup) -> FlatShards:
         if id(group) not in self._shards:
@@ -292,12 +286,27 @@ class _Collector:
         return self._shards[id(group)]
 
 
-class _OwnBox(NamedTuple):
-    """The shards of a parameter, and this rank's chunk of it."""
+class _OwnBoxes(NamedTuple):
+    """The shards of a parameter, and this rank's, in the order of its local rows: at most one, or
+    one of each section that tensor parallelism divides.
+    """
 
     holdings: Holdings
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
+    boxes: list[Box]
+
+    def rows_of(self, first_row: int, num_rows: int) -> tuple[tuple[int, ...] | None, int, int]:
+        """This rank's rows of a section: their offsets in it, None without any; the first of them
+        among the local rows; their number.
+        """
+        local = 0
+        for offsets, sizes in self.boxes:
+            begin = max(offsets[0], first_row)
+            end = min(offsets[0] + sizes[0], first_row + num_rows)
+            if begin < end:
+                own = (begin - first_row, *offsets[1:])
+                return own, local + begin - offsets[0], end - begin
+            local += sizes[0]
+        return None, 0, 0
 
 
 class _NamedRows(NamedTuple):

@@ -161,7 +161,7 @@ class DBuffer:
         """Tensor `index` as a DTensor over this rank's rows, a view of the buffer: an
         `UnevenDTensor`, or a `ReplicaDTensor` if no axis shards.
         """
-        shape = torch.Size(self.layout.tensor_shapes[index])
+        shape = torch.Size(self.layout.global_shape(index))
         strides = torch.empty(shape, device="meta").stride()
         local = self.get_local_tensor(index)
         # Not by `DTensor.from_local`, which copies tensors on another device than the mesh's.
@@ -179,18 +179,22 @@ class DBuffer:
         return UnevenDTensor.over(local, self.mesh, placements, shape, strides)
 
     def copy_from(self, index: int, tensor: torch.Tensor) -> None:
-        """Copies this rank's rows out of the full tensor `index`. A meta tensor is not copied."""
-        if tuple(tensor.shape) != self.layout.tensor_shapes[index]:
+        """Copies this rank's rows out of the full tensor `index`, in global order. A meta tensor is
+        not copied.
+        """
+        if tuple(tensor.shape) != self.layout.global_shape(index):
             raise ValueError(
-                f"Expected tensor {index} of shape {self.layout.tensor_shapes[index]}, got "
+                f"Expected tensor {index} of shape {self.layout.global_shape(index)}, got "
                 f"{tuple(tensor.shape)}."
             )
         self._check_memory()
 
         chunk = self.chunk(index)
-        if chunk.num_rows and not tensor.is_meta:
-            rows = tensor.detach()[chunk.first_row : chunk.first_row + chunk.num_rows]
-            self.get_local_tensor(index).copy_(rows)
+        if not tensor.is_meta:
+            local = self.get_local_tensor(index)
+            for box in self.layout.boxes(chunk):
+                own = local.narrow(0, box.rows.start - chunk.first_row, len(box.rows))
+                own.copy_(tensor.detach()[box.slices()])
 
     def redistribute(
         self,

@@ -48,7 +48,9 @@ from megatron.core.distributed.fsdp.group_weights import REPLACED, OwnedParamete
 from megatron.core.distributed.fsdp.module import FsdpModule, attach, names_taken
 from megatron.core.distributed.fsdp.parameter_group import FsdpParameterGroup
 from megatron.core.distributed.fsdp.parameter_grouping import (
+    TensorSharding,
     check_parameters,
+    divide_owned,
     own_modules,
     owned_parameters,
     plan_groups,
@@ -58,7 +60,7 @@ from megatron.core.distributed.fsdp.precision import MixedPrecisionPolicy, Offlo
 from megatron.core.distributed.fsdp.replica import ReplicaDTensor
 from megatron.core.distributed.fsdp.uneven_dtensor import UnevenDTensor
 from megatron.core.materialize import draw_parameters
-from megatron.core.mesh import build_mesh
+from megatron.core.mesh import TENSOR_AXIS, build_mesh
 
 ResetParameters = Callable[[nn.Module], None]
 
@@ -68,6 +70,7 @@ class _Construction(NamedTuple):
 
     context: FsdpContext
     reset_parameters: ResetParameters
+    tensor: TensorSharding | None
 
 
 # The context that is being filled, in this thread.
@@ -86,6 +89,7 @@ def fully_shard_context(
     use_symmetric_memory: bool = False,
     unify_communication_stream: bool = False,
     reset_parameters: ResetParameters = _reset_parameters,
+    tensor: TensorSharding | None = None,
 ) -> Iterator[FsdpContext]:
     """Collects the modules that are sharded inside it into one context. They may run once it is
     left.
@@ -98,6 +102,8 @@ def fully_shard_context(
         reset_parameters: initialises a module with parameters on meta, given whole on `device`;
             default: its own method of that name. It must draw the same on every rank, since every
             rank draws for itself and keeps its part.
+        tensor: how parameters that tensor parallelism divides are sharded, in every module; the
+            arguments of `fully_shard` are for the others. Its ranks are those of the other meshes.
 
     Raises:
         RuntimeError: inside another.
@@ -115,7 +121,7 @@ def fully_shard_context(
         )
 
     context = FsdpContext(_as_device(device), unify_communication_stream)
-    token = _current.set(_Construction(context, reset_parameters))
+    token = _current.set(_Construction(context, reset_parameters, tensor))
     try:
         yield context
     finally:
@@ -196,7 +202,8 @@ def fully_shard(
             mesh, or none for more than two axes; rows that kept axes do not divide; a divisor that
             is not positive; two policies.
         TypeError: a parameter that is not a float, or is another library's DTensor; no module.
-        NotImplementedError: arguments of FSDP2 with no or another meaning here.
+        NotImplementedError: arguments of FSDP2 with no or another meaning here; a mesh with a
+            tensor-parallel axis.
     """
     modules = _outermost(module if isinstance(module, (list, tuple)) else [module])
     check_arguments(reshard_after_forward, grad_divisor, not_offered)
@@ -206,17 +213,25 @@ def fully_shard(
     construction, mesh, placements = _construction_for(modules, mesh, placements)
     context = construction.context
     owned = _checked_parameters(modules, context)
-    planned = plan_groups(
-        owned,
-        placements,
-        mesh.shape,
-        policies.for_dtype,
-        grad_divisor,
-        offload,
-        is_accelerator=context.device.is_accelerator,
-    )
-
-    groups = [FsdpParameterGroup(plan, own, mesh, context.device) for plan, own in planned]
+    tensor = construction.tensor or TensorSharding(mesh, placements, grad_divisor, {})
+    whole, divided = divide_owned(owned, tensor.cuts)
+    groups = [
+        FsdpParameterGroup(plan, own, mesh, context.device)
+        for part, (mesh, placements, grad_divisor, cuts) in (
+            (whole, TensorSharding(mesh, placements, grad_divisor, {})),
+            (divided, tensor),
+        )
+        for plan, own in plan_groups(
+            part,
+            placements,
+            mesh.shape,
+            policies.for_dtype,
+            grad_divisor,
+            offload,
+            cuts,
+            is_accelerator=context.device.is_accelerator,
+        )
+    ]
     is_filled = _fill(groups, owned, construction)
     _attach(modules, context, groups, reshard_after_forward, policies, is_filled)
     return module
@@ -275,10 +290,17 @@ def _construction_for(
         mesh = build_mesh(kind)  # one axis over all ranks
     if placements is None:
         placements = Placements.usual(mesh.ndim)
+    own = data_parallel_mesh(mesh, placements)
+    if TENSOR_AXIS in (own.mesh_dim_names or ()):
+        raise NotImplementedError(
+            f"fully_shard() cannot shard over the tensor-parallel axis {TENSOR_AXIS!r}, since it "
+            "does not divide computations. Pass the mesh of the data-parallel axes, or train with "
+            "--tensor-model-parallel-size."
+        )
 
     if construction is None:
-        construction = _Construction(_open_context(modules, mesh), _reset_parameters)
-    return construction, data_parallel_mesh(mesh, placements), placements
+        construction = _Construction(_open_context(modules, mesh), _reset_parameters, None)
+    return construction, own, placements
 
 
 def _open_context(modules: Sequence[nn.Module], mesh: DeviceMesh) -> FsdpContext:

@@ -29,6 +29,10 @@ of every tensor, laid out alike. Shapes P0 (4, 2) and P1 (8, 1), 2 blocks on 4 r
             |--- block 0 ---|--- block 1 ---|
 
 A mesh's last axis cuts first, so one of as many ranks as there are blocks cuts between them.
+
+Tensor parallelism divides a parameter in the same way, but a block is not always consecutive in the
+parameter: it may be rows of every section, or columns. Such a tensor is laid out in its *block
+order*, and its `TensorCut` leads from there to global coordinates; see transformer/tensor_cut.py.
 """
 
 from __future__ import annotations
@@ -39,6 +43,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
+
+from megatron.core.transformer.tensor_cut import StoredBox, TensorCut
 
 
 class Chunk(NamedTuple):
@@ -86,6 +92,7 @@ class GlobalLayout:
     tensor_to_offset: tuple[int, ...]  # elements, in each block
     size: int  # elements of all blocks, padding included
     num_blocks: int = 1  # see [Note: blocks]
+    cuts: tuple[TensorCut | None, ...] = ()  # of tensors in block order, by tensor; (): of none
 
     def __post_init__(self) -> None:
         if self.num_blocks < 1 or self.size % (self.num_blocks * self.alignment):
@@ -112,7 +119,11 @@ class GlobalLayout:
 
     @classmethod
     def build(
-        cls, shapes: Iterable[Sequence[int]], dp_size: int, num_blocks: int = 1
+        cls,
+        shapes: Iterable[Sequence[int]],
+        dp_size: int,
+        num_blocks: int = 1,
+        cuts: Sequence[TensorCut | None] = (),
     ) -> GlobalLayout:
         """Lays out tensors of these shapes for `dp_size` ranks. See [Note: alignment].
 
@@ -122,7 +133,9 @@ class GlobalLayout:
         tensors that found no gap come last.
 
         Args:
+            shapes: of tensors in block order, their stored shapes.
             num_blocks: see [Note: blocks]. Each block is laid out for its share of the ranks.
+            cuts: of each tensor that is in block order, None for others; default: none is.
 
         Raises:
             ValueError: for a scalar, for rows without elements, for a `dp_size` below 1; for ranks
@@ -141,12 +154,28 @@ class GlobalLayout:
         packer.append_small_tensors()
         # The end is padded as well, so that every rank's piece is as long and as aligned.
         block_numel = _round_up(packer.end, packer.alignment * (dp_size // num_blocks))
-        return cls(tensor_shapes, tuple(packer.offsets), block_numel * num_blocks, num_blocks)
+        size = block_numel * num_blocks
+        return cls(tensor_shapes, tuple(packer.offsets), size, num_blocks, tuple(cuts))
 
     @property
     def block_numel(self) -> int:
         """Elements of each block, padding included."""
         return self.size // self.num_blocks
+
+    def cut(self, tensor: int) -> TensorCut | None:
+        """The cut of a tensor in block order; None of any other."""
+        return self.cuts[tensor] if self.cuts else None
+
+    def global_shape(self, tensor: int) -> tuple[int, ...]:
+        """The shape of a tensor in global coordinates."""
+        cut, shape = self.cut(tensor), self.tensor_shapes[tensor]
+        return shape if cut is None else cut.global_shape(shape, self.num_blocks)
+
+    def boxes(self, chunk: Chunk) -> list[StoredBox]:
+        """The boxes of the global tensor that are a chunk's rows, in their order."""
+        cut, shape = self.cut(chunk.tensor), self.global_shape(chunk.tensor)
+        rows = range(chunk.first_row, chunk.first_row + chunk.num_rows)
+        return boxes_of(rows, shape, cut, self.num_blocks)
 
     def block_rows(self, tensor: int) -> int:
         """Rows of a tensor in each block."""
@@ -267,6 +296,21 @@ class GlobalLayout:
                 f"elements, got {piece}: the axis that divides the blocks stays Flat."
             )
         return block
+
+
+def boxes_of(
+    rows: range, shape: Sequence[int], cut: TensorCut | None, num_blocks: int
+) -> list[StoredBox]:
+    """The boxes of a global tensor that are some of its stored rows, in their order.
+
+    Args:
+        shape: global shape.
+        cut: None for a tensor that is not in block order.
+    """
+    if cut is not None:
+        return cut.boxes(shape, num_blocks, rows)
+    tail = shape[1:]
+    return [StoredBox(rows, (rows.start, *[0] * len(tail)), (len(rows), *tail))] if rows else []
 
 
 class _Packer:

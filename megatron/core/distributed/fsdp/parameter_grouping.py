@@ -7,10 +7,13 @@ shards, and `plan_shards` before anything is sharded, so both find the same grou
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
+from typing import NamedTuple
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from megatron.core.distributed.fsdp.group_plan import GroupPlan, ParameterPlan
@@ -20,6 +23,7 @@ from megatron.core.distributed.fsdp.parameter_group import group_of
 from megatron.core.distributed.fsdp.placement import Placements
 from megatron.core.distributed.fsdp.precision import MixedPrecisionPolicy, OffloadPolicy
 from megatron.core.fp32_module import Fp32Module
+from megatron.core.transformer.tensor_cut import TensorCut
 
 IsSharded = Callable[[nn.Module], bool]
 
@@ -27,6 +31,35 @@ IsSharded = Callable[[nn.Module], bool]
 # more elements of it than are worth another collective.
 _MAX_PADDING_SHARE = 0.01
 _MIN_PADDING_NUMEL = 1 << 18
+
+
+_NO_CUTS: Mapping[nn.Parameter, TensorCut] = MappingProxyType({})
+
+
+class TensorSharding(NamedTuple):
+    """How the parameters of a model that tensor parallelism divides are sharded. Each rank of the
+    last axis computes with its part of them.
+
+    Attributes:
+        placements: keep the last axis.
+        grad_divisor: divides gradients after they have been averaged over the other axes.
+        cuts: of these parameters; others are whole.
+    """
+
+    mesh: DeviceMesh
+    placements: Placements
+    grad_divisor: float
+    cuts: Mapping[nn.Parameter, TensorCut]
+
+
+def divide_owned(
+    owned: Iterable[OwnedParameter], cuts: Mapping[nn.Parameter, TensorCut]
+) -> tuple[list[OwnedParameter], list[OwnedParameter]]:
+    """The parameters that are whole in use, and those with cuts. They cannot share a group."""
+    whole, divided = list[OwnedParameter](), list[OwnedParameter]()
+    for parameter in owned:
+        (divided if parameter.original in cuts else whole).append(parameter)
+    return whole, divided
 
 
 def own_modules(module: nn.Module, is_sharded: IsSharded) -> Iterator[nn.Module]:
@@ -71,6 +104,7 @@ def plan_groups(
     policy_for: Callable[[torch.dtype], MixedPrecisionPolicy],
     grad_divisor: float,
     offload: OffloadPolicy,
+    cuts: Mapping[nn.Parameter, TensorCut] = _NO_CUTS,
     *,
     is_accelerator: bool = False,
 ) -> list[tuple[GroupPlan, list[OwnedParameter]]]:
@@ -85,14 +119,16 @@ def plan_groups(
         policy_for: the policy of parameters of a dtype.
         grad_divisor: divides gradients after they have been averaged over the ranks.
         offload: whether main weights start in host memory. Those of frozen parameters do not.
+        cuts: how the ranks of a kept axis divide parameters; default: by rows.
         is_accelerator: whether the ranks compute on accelerators.
 
     Raises:
-        ValueError: for rows that the ranks of kept axes cannot divide.
+        ValueError: for rows, sections or columns that the ranks of kept axes cannot divide.
         TypeError: for a parameter that is not a float.
     """
     num_blocks = placements.num_blocks(mesh_shape)
-    _check_rows(owned, placements, num_blocks)
+    for parameter in owned:
+        _check_divisible(parameter, cuts.get(parameter.original), placements, num_blocks)
     num_ranks = math.prod(mesh_shape)
     adds_on_device = is_accelerator and num_ranks > num_blocks
     groups: dict[tuple[MixedPrecisionPolicy, torch.dtype, bool], list[OwnedParameter]] = {}
@@ -120,12 +156,15 @@ def plan_groups(
             own,
         )
         for (policy, _, requires_grad), together in groups.items()
-        for own, layout in _parts(together, num_ranks, num_blocks)
+        for own, layout in _parts(together, cuts, num_ranks, num_blocks)
     ]
 
 
 def _parts(
-    together: Sequence[OwnedParameter], num_ranks: int, num_blocks: int
+    together: Sequence[OwnedParameter],
+    cuts: Mapping[nn.Parameter, TensorCut],
+    num_ranks: int,
+    num_blocks: int,
 ) -> list[tuple[list[OwnedParameter], GlobalLayout]]:
     """Parameters that could share a group, as one or as several, each with its layout.
 
@@ -135,9 +174,23 @@ def _parts(
     so that a piece is at most one row longer than its parameters need.
     """
 
+    own_cuts = [cuts.get(parameter.original) for parameter in together]
+    shapes = [
+        tuple(parameter.original.shape)
+        if cut is None
+        else cut.stored_shape(parameter.original.shape, num_blocks)
+        for parameter, cut in zip(together, own_cuts, strict=True)
+    ]
+
     def laid_out(part: Iterable[int]) -> GlobalLayout:
-        shapes = [tuple(together[index].original.shape) for index in part]
-        return GlobalLayout.build(shapes, num_ranks, num_blocks)
+        # Rows that are divided without sections are in block order already.
+        order = [cut if cut and cut.reorders else None for cut in map(own_cuts.__getitem__, part)]
+        return GlobalLayout.build(
+            [shapes[index] for index in part],
+            num_ranks,
+            num_blocks,
+            order if num_blocks > 1 and any(order) else (),
+        )
 
     everything = range(len(together))
     whole = laid_out(everything)
@@ -146,8 +199,8 @@ def _parts(
         return [([*together], whole)]
 
     by_row: dict[int, list[int]] = {}
-    for index, parameter in enumerate(together):
-        by_row.setdefault(row_numel(parameter.original.shape), []).append(index)
+    for index, shape in enumerate(shapes):
+        by_row.setdefault(row_numel(shape), []).append(index)
     parts: list[tuple[list[int], GlobalLayout]] = []
     # The largest rows first: others join a part that has them, where that adds the fewest elements.
     for row, own in sorted(by_row.items(), reverse=True):
@@ -230,11 +283,14 @@ def _name_in(modules: Sequence[nn.Module], owner: nn.Module | None, name: str) -
     return name if owner is None else f"{name} of a {type(owner).__name__} outside"
 
 
-def _check_rows(owned: Sequence[OwnedParameter], placements: Placements, num_blocks: int) -> None:
-    for parameter in owned:
-        if parameter.original.shape[0] % num_blocks:
-            raise ValueError(
-                f"Expected rows that the {num_blocks} ranks of the kept axes "
-                f"{placements.kept_axes} divide, got {parameter.fqns[0]} of "
-                f"{tuple(parameter.original.shape)}."
-            )
+def _check_divisible(
+    parameter: OwnedParameter, cut: TensorCut | None, placements: Placements, num_blocks: int
+) -> None:
+    shape = tuple(parameter.original.shape)
+    if cut is not None:
+        cut.check(shape, num_blocks, parameter.fqns[0])
+    elif shape[0] % num_blocks:
+        raise ValueError(
+            f"Expected rows that the {num_blocks} ranks of the kept axes {placements.kept_axes} "
+            f"divide, got {parameter.fqns[0]} of {shape}."
+        )

@@ -46,6 +46,7 @@ from megatron.core.distributed.fsdp.uneven_rows import (
 )
 from megatron.core.dtensors import deep_copied
 from megatron.core.issued_collectives import issuing
+from megatron.core.transformer.tensor_cut import TensorCut
 
 # Set on a sharded parameter whose gradients are not the mean over the ranks.
 SUMS_GRADIENTS = "_fsdp_sums_gradients"
@@ -138,15 +139,15 @@ class UnevenDTensor(UnevenRows):
     # Called by PyTorch's distributed checkpoints
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        """The chunk of the whole tensor that this rank holds; none if it holds no rows."""
+        """The chunks of the whole tensor that this rank holds: usually one, none if it holds no
+        rows, and one for each section of a parameter that tensor parallelism divides.
+        """
         self.check_whole("a checkpoint")
         self.wait_until_usable()
-        local = self._local_tensor
-        if not local.numel():
-            return []
-
-        offsets = torch.Size((self.rows.start, *[0] * (self.dim() - 1)))
-        return [ChunkStorageMetadata(offsets, local.shape)]
+        return [
+            ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes))
+            for box in self.boxes()
+        ]
 
     def __create_write_items__(self, fqn: str, _: Any) -> list[WriteItem]:
         """The chunks of the tensor that this rank writes."""
@@ -160,10 +161,11 @@ class UnevenDTensor(UnevenRows):
             for chunk in self.__create_chunk_list__()
         ]
 
-    def __get_tensor_shard__(self, _: Any) -> torch.Tensor:
-        """The local rows, into which a load writes and from which a save reads."""
+    def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
+        """The local rows of one chunk, into which a load writes and from which a save reads."""
         self.wait_until_usable()
-        return self._local_tensor
+        own = next(box.rows for box in self.boxes() if box.offsets == tuple(index.offset or ()))
+        return self._local_tensor.narrow(0, own.start - self.rows.start, len(own))
 
     # Operators
 
@@ -297,4 +299,4 @@ def _dispatches_subclasses() -> bool:
 
 register_dtensor(UnevenDTensor)
 register_dtensor(CopyOfView)
-torch.serialization.add_safe_globals([RowCut, UnevenShard, _rebuild])
+torch.serialization.add_safe_globals([RowCut, TensorCut, UnevenShard, _rebuild])

@@ -273,8 +273,14 @@ def _view(func: Any, tensor: UnevenRows, *args: Any, **kwargs: Any) -> Any:
         return NotImplemented
 
     local = tensor._local_tensor
+    tails = [view.shape[1:] for view in tree_leaves(views)]
+    if tensor.cut.has_parts_of_rows:
+        # Columns are on other ranks.
+        if any(tail != shell.shape[1:] for tail in tails):
+            return NotImplemented
+        tails = [local.shape[1:]]
     if func in _WITH_SIZE:
-        args = ([len(local), *views.shape[1:]], *args[1:])
+        args = ([len(local), *tails[0]], *args[1:])
     return tree_map(tensor.with_local, func(local, *args, **kwargs))
 
 

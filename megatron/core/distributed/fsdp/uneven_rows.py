@@ -33,9 +33,10 @@ from torch.distributed.tensor.placement_types import Placement
 
 import megatron.core.distributed.fsdp.collectives as collectives
 from megatron.core.distributed.fsdp.collectives import WHOLE_TENSOR
-from megatron.core.distributed.fsdp.layout import GlobalLayout, row_numel
+from megatron.core.distributed.fsdp.layout import GlobalLayout, boxes_of, row_numel
 from megatron.core.dtensors import dtensor_over
 from megatron.core.issued_collectives import issuing
+from megatron.core.transformer.tensor_cut import StoredBox, TensorCut
 
 T = TypeVar("T", bound="UnevenRows")
 
@@ -52,6 +53,8 @@ class RowCut(NamedTuple):
         num_blocks: equal parts of the buffer, laid out alike; see layout's [Note: blocks].
         piece_numel: elements of each piece.
         num_pieces: pieces of the buffer.
+        tensor: of a tensor in block order, how tensor parallelism divides it. Its rows are the
+            stored ones.
     """
 
     row_numel: int
@@ -60,10 +63,21 @@ class RowCut(NamedTuple):
     num_blocks: int
     piece_numel: int
     num_pieces: int
+    tensor: TensorCut | None = None
 
     @property
     def num_rows(self) -> int:
         return self.block_rows * self.num_blocks
+
+    @property
+    def num_global_rows(self) -> int:
+        """Rows of the tensor in global coordinates."""
+        return self.block_rows if self.has_parts_of_rows else self.num_rows
+
+    @property
+    def has_parts_of_rows(self) -> bool:
+        """Whether a stored row is a part of a row."""
+        return self.tensor is not None and self.tensor.dim == 1
 
     def bound(self, piece: int) -> int:
         """The first row in `piece` or behind it; `bound(num_pieces)` is the number of rows."""
@@ -139,7 +153,11 @@ class UnevenShard(Shard):
             return False
 
         # Tensors with rows of different sizes may be cut alike without the same integers.
-        return self.cut == other.cut or self._bounds == other._bounds
+        return self.cut == other.cut or (self._order, self._bounds) == (other._order, other._bounds)
+
+    @property
+    def _order(self) -> tuple[TensorCut, int] | None:
+        return None if self.cut.tensor is None else (self.cut.tensor, self.cut.num_blocks)
 
     def __ne__(self, other: object) -> bool:
         self._reject_spec()
@@ -174,7 +192,16 @@ class UnevenShard(Shard):
 
         Raises:
             ValueError: for a tensor of another size, or another number of ranks, than was cut.
+            NotImplementedError: for a tensor in block order, of which a rank may have several
+                boxes.
         """
+        if self.cut.tensor is not None:
+            raise NotImplementedError(
+                "Tensor parallelism gives a rank several boxes of this parameter, which this "
+                "PyTorch function cannot describe. Load whole tensors on every rank, by "
+                "model.load_state_dict(weights) or set_model_state_dict with full_state_dict=True "
+                "and without broadcast_from_rank0; dcp.save and dcp.load work as they are."
+            )
         if num_chunks != self.num_places:
             raise ValueError(f"Expected {self.num_places} ranks, as {self} has, got {num_chunks}.")
         # See [Note: order of cuts]: the leftmost shard returns the offset for all axes.
@@ -212,6 +239,7 @@ def uneven_placements(
         layout.num_blocks,
         layout.size // num_pieces,
         num_pieces,
+        layout.cut(tensor),
     )
 
     # From the last axis, which cuts the whole buffer, to the first, which cuts this rank's piece.
@@ -233,7 +261,7 @@ def rows_at(tensor: DTensor, coordinate: Sequence[int]) -> range:
         coordinate: the place on each axis.
 
     Raises:
-        NotImplementedError: for other placements.
+        NotImplementedError: for other placements, and for a tensor in block order.
     """
     rows, piece, cut = range(tensor.shape[0]), 0, None
     for axis, placement in enumerate(tensor.placements):
@@ -241,6 +269,11 @@ def rows_at(tensor: DTensor, coordinate: Sequence[int]) -> range:
             # The first piece follows from all axes: see [Note: order of cuts].
             piece += coordinate[axis] * placement.num_pieces
             cut = placement.cut
+            if cut.tensor is not None:
+                raise NotImplementedError(
+                    "Expected a parameter whose ranks hold consecutive rows, got one that tensor "
+                    f"parallelism divides, by {cut.tensor}."
+                )
         elif type(placement) is Shard and placement.dim == 0:
             most = -(-len(rows) // tensor.device_mesh.size(axis))
             rows = rows[coordinate[axis] * most : (coordinate[axis] + 1) * most]
@@ -288,13 +321,13 @@ class UnevenRows(DTensor):
         """A DTensor over local rows, without communication.
 
         Args:
-            local: the rows that this rank holds: [rows here, *shape[1:]]; may start anywhere in its
-                storage.
+            local: the rows that this rank holds: [rows here, *shape[1:]], or parts of rows; may
+                start anywhere in its storage.
             mesh: where the rows are.
             placements: one for each axis, at least one of them an `UnevenShard`.
             shape, strides: of the whole tensor.
         """
-        rows = {each.cut.num_rows for each in placements if isinstance(each, UnevenShard)}
+        rows = {each.cut.num_global_rows for each in placements if isinstance(each, UnevenShard)}
         if rows != {shape[0]}:
             raise ValueError(
                 f"Expected placements of a tensor of {shape[0]} rows, got {tuple(placements)}."
@@ -324,14 +357,27 @@ class UnevenRows(DTensor):
 
     @property
     def rows(self) -> range:
-        """The rows of the whole tensor that this rank holds, perhaps none."""
-        # The shard that has cut last; see [Note: order of cuts].
-        axis, shard = next(
+        """The stored rows of the whole tensor that this rank holds, perhaps none."""
+        axis, shard = self._last_shard
+        return shard.rows(self.device_mesh.get_local_rank(axis))
+
+    @property
+    def cut(self) -> RowCut:
+        """How all axes together cut the tensor."""
+        return self._last_shard[1].cut
+
+    @property
+    def _last_shard(self) -> tuple[int, UnevenShard]:
+        """The axis and the shard that have cut last; see [Note: order of cuts]."""
+        return next(
             (axis, placement)
             for axis, placement in enumerate(self._placements)
             if isinstance(placement, UnevenShard) and placement.is_leftmost
         )
-        return shard.rows(self.device_mesh.get_local_rank(axis))
+
+    def boxes(self) -> list[StoredBox]:
+        """The boxes of the whole tensor that this rank holds, in the order of its rows."""
+        return boxes_of(self.rows, self.shape, self.cut.tensor, self.cut.num_blocks)
 
     def with_local(self: T, local: torch.Tensor) -> T:
         """A tensor cut as this one is, over other local rows: [rows here, ...], of any dtype."""
@@ -339,9 +385,10 @@ class UnevenRows(DTensor):
         if (local.dtype, local.shape, local.stride()) == (own.dtype, own.shape, own.stride()):
             found = self._over(local, self._spec, self._placements)
         else:
-            shape = (self.shape[0], *local.shape[1:])
-            # Strides of an empty shard have no meaning.
-            strides = (local if local.numel() else torch.empty(shape, device="meta")).stride()
+            shape = self.shape if local.shape == own.shape else (self.shape[0], *local.shape[1:])
+            # Strides of an empty shard, and of parts of rows, have no meaning.
+            has_strides = local.numel() and not self.cut.has_parts_of_rows
+            strides = (local if has_strides else torch.empty(shape, device="meta")).stride()
             found = self.over(local, self.device_mesh, self._placements, shape, strides)
 
         # Whatever updates these rows in the background updates them for a view as well.
@@ -350,9 +397,11 @@ class UnevenRows(DTensor):
         return found
 
     def own_rows(self, whole: torch.Tensor) -> torch.Tensor:
-        """This rank's rows of a tensor that it has whole, a view."""
-        rows = self.rows
-        return whole.narrow(0, rows.start, len(rows))
+        """This rank's rows of a tensor that it has whole: a view, or a copy of several boxes."""
+        parts = [whole[box.slices()] for box in self.boxes()]
+        if not parts:
+            return whole.new_empty(self._local_tensor.shape)
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def is_cut_as(self, other: UnevenRows) -> bool:
         """Whether every rank holds the same rows of both, of as many dims."""
@@ -408,6 +457,8 @@ def gathered(tensor: UnevenRows) -> torch.Tensor:
         if isinstance(placement, UnevenShard):
             rows = _gather_axis(rows, placement, mesh, axis)
 
+    if tensor.cut.tensor is not None:
+        rows = tensor.cut.tensor.to_global(rows, tensor.cut.num_blocks)
     return rows.to(device)
 
 

@@ -44,6 +44,8 @@ class Microbatch:
         context_size: ranks that divide each sequence. What attention and delta nets keep of whole
             sequences of some heads takes as much as of slices of all heads.
         gathers: whether these ranks keep slices of all heads instead.
+        tensor_size: ranks that divide each layer. What a layer keeps of all positions for some
+            heads or channels takes as much as all of them for some positions.
     """
 
     size: int
@@ -53,15 +55,25 @@ class Microbatch:
     exchanges_tokens: bool = False
     context_size: int = 1
     gathers: bool = False
+    tensor_size: int = 1
 
     @property
     def num_tokens(self) -> int:
-        """The tokens of this rank."""
+        """The tokens of this rank between layers."""
+        return self.num_layer_tokens // self.tensor_size
+
+    @property
+    def num_layer_tokens(self) -> int:
+        """The tokens of a layer's heads and channels: of all ranks that divide the layer."""
         return self.size * self.seq_length // self.context_size
 
     def num_head_copies(self, num_heads: int) -> int:
         """How many ranks keep the same positions of each of these heads."""
-        return 1 if self.gathers else math.lcm(num_heads, self.context_size) // num_heads
+        num_own = max(1, num_heads // self.tensor_size)
+        own_copies = num_own * self.tensor_size // num_heads
+        if self.gathers:
+            return own_copies
+        return own_copies * math.lcm(num_own, self.context_size) // num_own
 
 
 @dataclass(frozen=True)
@@ -108,14 +120,13 @@ def activation_bytes(
         layers, recomputed = [of_input] * len(whole), max(whole, default=0)
 
     rest = batch.num_tokens * _norm_input(spec.final_norm, spec.hidden_size, batch.itemsize, batch)
-    return ActivationBytes(
-        tuple(layers), recomputed, rest, _loss(spec.hidden_size, vocab_size, batch)
-    )
+    of_loss = _loss(spec.hidden_size, vocab_size // batch.tensor_size, batch)
+    return ActivationBytes(tuple(layers), recomputed, rest, of_loss)
 
 
 def _loss(hidden_size: int, vocab_size: int, batch: Microbatch) -> int:
-    sizes = sizes_for(batch.device_kind)
-    chunk = min(max(1, sizes.chunk // vocab_size), batch.num_tokens) * vocab_size
+    sizes, num_tokens = sizes_for(batch.device_kind), batch.num_layer_tokens
+    chunk = min(max(1, sizes.chunk // vocab_size), num_tokens) * vocab_size
     piece = min(max(1, sizes.piece // vocab_size) * vocab_size, chunk)
     weight, is_narrow = vocab_size * hidden_size, batch.itemsize < _FP32
     # Logits; then a piece of them in fp32 and what one operation makes of that, or a product that
@@ -125,7 +136,9 @@ def _loss(hidden_size: int, vocab_size: int, batch: Microbatch) -> int:
 
     # Backward makes the weight's gradient of the one in fp32, which it may be itself.
     of_backward = weight * batch.itemsize if is_narrow else 0
-    gradients = weight * _FP32 + batch.num_tokens * hidden_size * batch.itemsize
+    of_hidden = num_tokens * hidden_size * batch.itemsize
+    gathered = of_hidden if batch.tensor_size > 1 else 0
+    gradients = weight * _FP32 + of_hidden + gathered
     return gradients + max(logits, of_backward)
 
 
@@ -188,8 +201,12 @@ def _latent_attention(spec: LatentAttentionSpec, batch: Microbatch) -> int:
     # heads, these padded to the queries' channels, unless a GPU takes both widths; the result in
     # rows.
     latents = (spec.query_rank or 0) + spec.key_value_rank
+    # Those of keys and values, of all positions on each rank.
+    gathered = batch.tensor_size * (spec.key_value_rank + spec.rotary_dim)
     copied = (spec.query_size + spec.value_size) * (batch.num_head_copies(spec.num_heads) - 1)
     nbytes = (latents + 4 * spec.query_size + spec.value_size + copied) * batch.itemsize
+    if batch.tensor_size > 1:
+        nbytes += gathered * batch.itemsize
     if spec.latent_norm is not None:
         nbytes += _norm_input(spec.latent_norm, latents, batch.itemsize, batch)
     return nbytes
@@ -207,7 +224,8 @@ def _delta_net(spec: GatedDeltaNetSpec, batch: Microbatch) -> int:
 
 def _delta_states(spec: GatedDeltaNetSpec, batch: Microbatch) -> int:
     """Of a microbatch: the states at the beginnings of segments, and how a slice changes them."""
-    heads, dims = batch.size * spec.num_value_heads, (spec.key_head_dim, spec.value_head_dim)
+    heads = batch.size * spec.num_value_heads // batch.tensor_size
+    dims = spec.key_head_dim, spec.value_head_dim
     if batch.context_size == 1 or not batch.gathers:
         heads //= batch.context_size
         return state_nbytes(batch.seq_length, heads, *dims, batch.device_kind)

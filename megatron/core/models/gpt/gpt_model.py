@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -22,10 +22,19 @@ from megatron.core.transformer.rotary import RotaryAngles, rotary_angles
 from megatron.core.transformer.router import RouterReport
 from megatron.core.transformer.sequence_slice import SequenceSlice
 from megatron.core.transformer.spec import GatedDeltaNetSpec, Mixer, ModelSpec, RotarySpec
+from megatron.core.transformer.tensor_exchange import TensorExchange, own_rows
 
 
 class WordEmbeddings(nn.Embedding):
-    """`nn.Embedding` whose initial weights are normal(0, init_std)."""
+    """`nn.Embedding` whose initial weights are normal(0, init_std).
+
+    Attributes:
+        tensor: how ranks that divide the vocabulary exchange positions; None: this rank has all
+            tokens. Tensor parallelism sets it.
+    """
+
+    tensor: TensorExchange | None = None
+    tensor_dims: ClassVar[Mapping[str, int]] = {"weight": 0}
 
     def __init__(self, vocab_size: int, hidden_size: int, init_std: float) -> None:
         # Before nn.Embedding's constructor, which calls reset_parameters.
@@ -35,6 +44,17 @@ class WordEmbeddings(nn.Embedding):
     def reset_parameters(self) -> None:
         """Draws the initial weights from the default generator of their device."""
         nn.init.normal_(self.weight, mean=0.0, std=self.init_std)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """[batch, seq] int64 -> [batch, seq, hidden]; with an exchange [batch, seq / ranks,
+        hidden].
+        """
+        if self.tensor is None:
+            return super().forward(tokens)
+        numbers, is_own = own_rows(tokens, len(self.weight), self.tensor)
+        # One rank has the row and the others add zeros, so sums are exact.
+        rows = super().forward(numbers) * is_own.unsqueeze(-1)
+        return self.tensor.scatter(rows)
 
 
 class LanguageModelEmbedding(nn.Module):
@@ -47,7 +67,7 @@ class LanguageModelEmbedding(nn.Module):
         self.word_embeddings = WordEmbeddings(vocab_size, spec.hidden_size, spec.init_std)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """[batch, seq] int64 -> [batch, seq, hidden]."""
+        """[batch, seq] int64 -> [batch, seq, hidden], of the positions of this rank."""
         hidden = self.word_embeddings(tokens)
         if self.scale != 1.0:
             hidden = hidden * _rounded(self.scale, hidden.dtype)
@@ -93,10 +113,13 @@ class Places:
         """The places of the part of tokens [batch, seq] that a rank computes. Documents still
         describe whole rows.
         """
-        positions = self.positions
-        if positions is None:
-            positions = torch.arange(tokens.shape[1], device=tokens.device)
-        return replace(self, positions=part.cut(positions))
+        counted = self.counted(tokens) if self.positions is None else self
+        assert counted.positions is not None, "they have just been counted"
+        return replace(self, positions=part.cut(counted.positions))
+
+    def counted(self, tokens: Tensor) -> Places:
+        """With positions that are counted in each row of tokens [batch, seq]."""
+        return replace(self, positions=torch.arange(tokens.shape[1], device=tokens.device))
 
     def angles(self, spec: RotarySpec, hidden: Tensor) -> RotaryAngles:
         """The angles by which layers turn the heads of [batch, seq, hidden]."""
@@ -128,6 +151,12 @@ class RoutingReport(NamedTuple):
             return None
         balance, z, loads = zip(*reports, strict=True)
         return cls(torch.stack(balance).sum(), torch.stack(z).sum(), torch.stack(loads))
+
+    def over(self, tensor: TensorExchange) -> RoutingReport:
+        """With the losses' means over ranks that have different positions and one loss."""
+        losses = torch.stack((self.balance_loss, self.z_loss)) / tensor.num_ranks
+        balance_loss, z_loss = tensor.total(losses)
+        return RoutingReport(balance_loss, z_loss, self.load)
 
 
 class TransformerBlock(nn.Module):
@@ -196,9 +225,12 @@ class GPTModel(nn.Module):
 
     Attributes:
         sequence_slice: the part of each sequence that this rank computes; None: all of it.
+        tensor: how ranks that compute the same part, and divide the layers and the vocabulary,
+            exchange the losses of routers; None: this rank has whole layers.
     """
 
     sequence_slice: SequenceSlice | None = None
+    tensor: TensorExchange | None = None
 
     def __init__(self, config: TransformerConfig, vocab_size: int) -> None:
         super().__init__()
@@ -243,7 +275,9 @@ class GPTModel(nn.Module):
             matrix product less. With `with_routing` a pair: one of these, and the report, None in a
             model without experts.
 
-            With a `sequence_slice`, all of them are of this rank's part. The weighted loss is
+            With a `sequence_slice`, all of them are of this rank's part. With `tensor`, logits are
+            of this rank's part of the vocabulary, and losses, but not loads, the same on every
+            rank. The weighted loss is
             multiplied by the number of parts, so that its mean over the ranks is the sum over whole
             sequences, as FSDP's mean of the ranks' gradients expects.
 
@@ -263,7 +297,9 @@ class GPTModel(nn.Module):
         """The part of the inputs, [batch, seq] each, that this rank computes."""
         part = self.sequence_slice
         if part is None:
-            return inputs, targets, places
+            # The layers do not see how many positions there are.
+            is_counted = self.tensor is not None and places.positions is None
+            return inputs, targets, places.counted(inputs[0]) if is_counted else places
         if targets is not None:
             weights = targets.weights
             targets = Targets(
@@ -284,10 +320,12 @@ class GPTModel(nn.Module):
         the additions.
         """
         hidden, report = self.decoder(hidden, places, additions)
+        if report is not None and self.tensor is not None:
+            report = report.over(self.tensor)
         output: Output
         if self.output_layer is None:
             weight = self.embedding.word_embeddings.weight
-            output = project(hidden, weight, self._head, targets)
+            output = project(hidden, weight, self._head, targets, self.tensor)
         else:
             output = self.output_layer(hidden, targets)
         return (output, report) if with_routing else output

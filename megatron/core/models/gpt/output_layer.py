@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ from megatron.core.transformer.linear_cross_entropy import (
     linear_cross_entropy,
     weighted_cross_entropy,
 )
+from megatron.core.transformer.tensor_exchange import TensorExchange
 
 # Logits, the losses of tokens, or their weighted sum.
 Output = Tensor | WeightedLoss
@@ -45,17 +46,25 @@ class Targets:
 
 
 def project(
-    hidden: Tensor, weight: Tensor, options: HeadOptions, targets: Targets | None
+    hidden: Tensor,
+    weight: Tensor,
+    options: HeadOptions,
+    targets: Targets | None,
+    tensor: TensorExchange | None = None,
 ) -> Output:
     """Returns a model's output.
 
     Args:
-        hidden: [batch, seq, hidden].
-        weight: [vocab, hidden].
+        hidden: [batch, seq, hidden]; with an exchange, [batch, seq / ranks, hidden].
+        weight: [vocab, hidden]; with an exchange, this rank's part of the rows.
 
     Returns:
-        logits [batch, seq, vocab] in the compute dtype, if there are no targets.
+        logits [batch, seq, vocab] in the compute dtype, if there are no targets; of the tokens
+        whose rows are in `weight`.
     """
+    if tensor is not None:
+        hidden = tensor.gather(hidden)
+        options = replace(options, tensor=tensor)
     if targets is None:
         logits = linear(hidden, weight)
         cap = options.softcap
@@ -69,16 +78,20 @@ class OutputLayer(Linear):
     """The output projection of a model whose embeddings are not tied to it.
 
     It computes losses, too, since a sharded weight is whole while its module runs.
+
+    Attributes:
+        tensor: see `WordEmbeddings`.
     """
 
     is_hidden = False
+    tensor: TensorExchange | None = None
 
     def __init__(
         self, hidden_size: int, vocab_size: int, options: HeadOptions, *, init_std: float
     ) -> None:
-        super().__init__(hidden_size, vocab_size, bias=False, init_std=init_std)
+        super().__init__(hidden_size, vocab_size, bias=False, init_std=init_std, tensor_dim=0)
         self.options = options
 
     def forward(self, hidden: Tensor, targets: Targets | None = None) -> Output:  # type: ignore[override]
         """See `project`."""
-        return project(hidden, self.weight, self.options, targets)
+        return project(hidden, self.weight, self.options, targets, self.tensor)

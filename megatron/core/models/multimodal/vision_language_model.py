@@ -64,6 +64,10 @@ class VisionLanguageModel(nn.Module):
         vision: of the tower, the projector, and the tokens that represent images.
         vocab_size: rows of the embedding, padding included.
 
+    Attributes:
+        sequence_slice: the part of each sequence whose hidden states this rank has between layers;
+            None: all of it.
+
     Raises:
         ConfigError: for a decoder without rotary positions, or with fewer layers than the tower has
             for deepstack; for an image token that is not known, or beyond the vocabulary.
@@ -75,6 +79,8 @@ class VisionLanguageModel(nn.Module):
         "projector": ("vision_projection.", "deepstack_projections."),
         "decoder": ("language_model.",),
     }
+
+    sequence_slice: SequenceSlice | None = None
 
     def __init__(self, config: TransformerConfig, vision: VisionConfig, vocab_size: int) -> None:
         super().__init__()
@@ -121,9 +127,9 @@ class VisionLanguageModel(nn.Module):
         is_image = tokens.eq(self._image_token)
         # The number of each image token among all of them, without a wait for the device.
         numbers = (is_image.flatten().cumsum(0) - 1).clamp(min=0).view_as(tokens)
-        (tokens, is_image, numbers), targets, places = self.language_model.cut(
-            (tokens, is_image, numbers), targets, places
-        )
+        if self.sequence_slice is not None:
+            is_image, numbers = map(self.sequence_slice.cut, (is_image, numbers))
+        (tokens,), targets, places = self.language_model.cut((tokens,), targets, places)
         is_image = is_image.unsqueeze(-1)
         hidden = self.language_model.embedding(tokens)
         hidden = torch.where(is_image, features[numbers].to(hidden.dtype), hidden)
@@ -147,7 +153,7 @@ class VisionLanguageModel(nn.Module):
             # gathered by all ranks or by none.
             return self._projected(self._blank(tokens.device))
 
-        part = self.language_model.sequence_slice
+        part = self.sequence_slice
         return self._projected(images) if part is None else self._divided(images, part)
 
     def _divided(self, images: Images, part: SequenceSlice) -> tuple[Tensor, list[Tensor]]:

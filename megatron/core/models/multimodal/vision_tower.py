@@ -144,6 +144,9 @@ class VisionTower(nn.Module):
             )
             for _ in range(config.vision_num_layers)
         )
+        for module in self.modules():
+            # Whole on every rank of tensor parallelism: ranks divide the images instead.
+            module.tensor_dims = {}  # type: ignore[assignment]
 
     def forward(self, patches: Tensor, grids: Sequence[PatchGrid]) -> TowerOutput:
         """Runs the tower.

@@ -95,12 +95,12 @@ def test_shards_and_negative_axes_mean_what_flat_and_numbers_mean() -> None:
 
 @on_ranks(4)
 def test_negative_axes_count_from_the_end() -> None:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("tp", "dp"))
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "dp"))
     shards = [[Shard(0)]] * 3
     layer = fully_shard(nn.Linear(4, 4), mesh, Placements([-1], *shards))
     assert layer.parameter_groups[0].mesh.mesh_dim_names == ("dp",)
     outer = fully_shard(nn.Linear(4, 4), mesh, Placements([-2], *shards))
-    assert outer.parameter_groups[0].mesh.mesh_dim_names == ("tp",)
+    assert outer.parameter_groups[0].mesh.mesh_dim_names == ("outer",)
     both = [[Shard(0)] * 2] * 3
     assert fully_shard(nn.Linear(4, 4), mesh, Placements([-2, "dp"], *both)).parameter_groups
 

@@ -30,6 +30,8 @@ TEXT: dict[str, Any] = {
 }
 
 
-def build(vision: VisionConfig = VISION, **options: Any) -> VisionLanguageModel:
+def build(
+    vision: VisionConfig = VISION, vocab_size: int = VOCAB, **options: Any
+) -> VisionLanguageModel:
     torch.manual_seed(0)
-    return VisionLanguageModel(TransformerConfig(**{**TEXT, **options}), vision, VOCAB)
+    return VisionLanguageModel(TransformerConfig(**{**TEXT, **options}), vision, vocab_size)
