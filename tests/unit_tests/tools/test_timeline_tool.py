@@ -179,7 +179,7 @@ def test_an_iteration_with_nothing_but_a_disk_is_drawn(tmp_path, capsys):
     file.write_bytes(Trace(0, 1, 0.0, "a machine", slices).to_json())
     path = tmp_path / "step.svg"
     shown(capsys, file, "--output", path)
-    assert "checkpoint disk" in texts_of(path)
+    assert "0% computing" in texts_of(path)
 
 
 def test_of_several_recordings_the_newest_is_shown(recording, capsys):
