@@ -1,21 +1,22 @@
-"""Whether the files of this package are ours: megatron-core installs a `megatron/core` of its own.
+"""Detects files of another distribution in this package, such as megatron-core's `megatron/core`.
 
-pip lets a distribution overwrite the files of another without a word, and what remains is a mixture
-of both. Nothing in a package's metadata can forbid that, so the import refuses to go on with it.
-`megatron/__init__.py` asks, which megatron-core does not have, and `megatron/training/__init__.py`,
-should another distribution bring one.
+pip silently lets a distribution overwrite the files of another, which leaves a mixture of both. No
+package metadata can forbid that, so the import raises an error. `megatron/__init__.py` runs the
+check, which megatron-core does not have, and so does `megatron/training/__init__.py`, in case
+another distribution has one.
 
 [Note: what tells foreign files] In order of cost; a millisecond together:
 
 - `megatron/core/package_info.py`: every megatron-core has it, and this project does not. It is
-  there whichever of the two was installed first, and also where its folder was merely copied.
-- What pip noted when it installed us (`RECORD`): files that are missing, as after `pip uninstall
-  megatron-core`, which removes what both have; and an `__init__.py` of another size, by any other
-  project's `megatron.core`. Sizes of other files are not compared: they may have been edited.
+  there whichever of the two was installed first, and also if its directory was copied.
+- pip's list of installed files (`RECORD`): files that are missing, as after `pip uninstall
+  megatron-core`, which removes the files that both have; and an `__init__.py` of another size, from
+  another project's `megatron.core`. Sizes of other files are not compared: they may be edited.
 
-A clone, and an editable installation, have no `RECORD` beside them, and pip never writes there. But
-Python takes an installed megatron-core, which is a namespace, before an editable installation of
-ours: `megatron.training` is ours then and `megatron.core` theirs. The path of `megatron` tells.
+A clone or an editable installation has no `RECORD`, and pip never writes there. But Python prefers
+an installed megatron-core, which is a namespace, to an editable installation of this project:
+`megatron.training` is then this project's and `megatron.core` is not. The path of `megatron` shows
+that.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from pathlib import Path
 
 _PACKAGE = Path(__file__).resolve().parent
 _SIGN = "core/package_info.py"
-_DISTRIBUTION = "megatron_hybrid-"  # begins the name of the folder that pip makes for our metadata
+_DISTRIBUTION = "megatron_hybrid-"  # prefix of pip's metadata directory
 _REPAIR = (
     "Run `pip uninstall megatron-core`, then `pip install --force-reinstall --no-deps` with the "
     "wheel or clone of megatron-hybrid, and keep megatron-core in an environment of its own."
@@ -52,7 +53,7 @@ def check_files(package: Path) -> None:
     """Raises ImportError, in one line, if files of `package` are another distribution's or missing.
 
     Args:
-        package: the folder `megatron`.
+        package: the directory `megatron`.
     """
     expected = f"Expected {package} to hold megatron-hybrid alone, got"
     if (package / _SIGN).exists():
@@ -84,7 +85,7 @@ def _recorded(package: Path) -> Iterator[tuple[str, int]]:
     except OSError:
         return  # imported from an archive
     folders = [name for name in names if name.startswith(_DISTRIBUTION)]
-    # Where several versions left their metadata, nobody knows which one is there.
+    # With the metadata of several versions, the installed one is unknown.
     if len(folders) != 1:
         return
     try:

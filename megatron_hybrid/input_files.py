@@ -31,7 +31,7 @@ _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
 class InputError(ValueError):
-    """Unusable input. The message has the file, and the line number if there is one."""
+    """Unusable input. The message has the file and, where known, the line number."""
 
 
 class DamagedInputError(InputError):

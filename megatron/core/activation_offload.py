@@ -451,8 +451,8 @@ class _Saving:
     def pack(self, tensor: Tensor) -> _SavedTensor | _SavedHere | Tensor:
         """Called by autograd for each tensor that it saves."""
         if not self._offload.moves(tensor) or self._is_kept(key := _key(tensor)):
-            # An output of the very operation that saves it must not be saved with its node: nothing
-            # would free the two.
+            # An output of the very operation that saves it must not be saved with its node: the
+            # two would never be freed.
             return tensor if tensor.is_leaf else _SavedHere(tensor)
 
         storage = self._held.get(key)
@@ -517,7 +517,7 @@ class _Saving:
             self._up = None
 
     def come(self) -> None:
-        """Starts to bring back what has left the device."""
+        """Starts to copy offloaded storages back to the device."""
         gone = [storage for storage in self._alive() if storage.is_gone]
         if gone:
             self._up = self._offload.bring_up(gone)

@@ -102,8 +102,8 @@ class Device:
         )
         # Attention's backward adds up in any order where PyTorch would only warn.
         torch.use_deterministic_algorithms(True, warn_only=False)
-        # Filling every new tensor takes time, and changes nothing that is written before it is
-        # read.
+        # Filling every new tensor takes time, and has no effect on tensors that are written before
+        # they are read.
         settings.fill_uninitialized_memory = False
         try:
             yield

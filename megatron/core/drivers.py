@@ -304,7 +304,7 @@ def pin_error(nbytes: int, reason: str) -> PinError:
 
 
 def why_triton_fails() -> str | None:
-    """What this machine lacks for Triton; None if it has all.
+    """Returns the requirement of Triton that this machine lacks; None if it has all.
 
     Triton brings a compiler for kernels, but builds the C code that launches them at run time.
     """
@@ -314,7 +314,7 @@ def why_triton_fails() -> str | None:
     if not any(map(shutil.which, ["gcc", "clang"] if named is None else [named])):
         got = "no gcc or clang in the PATH" if named is None else f"no {named}, which CC names"
         return f"{got}; Triton compiles C at run time"
-    # As Triton looks for it; compilers look in the folders of the variables, too.
+    # As Triton looks for it; compilers also search the directories of the variables.
     scheme = sysconfig.get_default_scheme().replace("posix_local", "posix_prefix")
     folders = [sysconfig.get_paths(scheme)["include"]]
     for name in ("CPATH", "C_INCLUDE_PATH"):

@@ -56,7 +56,7 @@ def open_regular(path: str | Path, what: str = "a file") -> io.FileIO:
     _expect_regular(Path(path).stat().st_mode, path, what)
 
     # Another file may have taken its place since. O_NONBLOCK keeps a FIFO without a writer from
-    # blocking, and what has been opened is checked once more.
+    # blocking, and the opened file is checked once more.
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
     try:
         _expect_regular(os.fstat(descriptor).st_mode, path, what)

@@ -97,8 +97,8 @@ class HostSlab:
 
     def _map(self, device: Device) -> None:
         try:
-            # With room to start on a huge page, since the system places a mapping anywhere. What is
-            # not touched costs only addresses.
+            # With room to start on a huge page, since the system places a mapping anywhere.
+            # Untouched pages cost only addresses.
             mapping = mmap.mmap(
                 -1, self.nbytes + _HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
             )

@@ -100,8 +100,8 @@ class IssuedCollectives:
             raise
 
     def oldest(self) -> Outstanding | None:
-        """The oldest collective that is not over; None if there is none, or the device makes
-        progress. Takes at most a second.
+        """The oldest unfinished collective, if any; None if the device makes progress. Takes at
+        most a second.
         """
         if not self._records:
             return None

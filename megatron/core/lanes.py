@@ -312,8 +312,8 @@ class ThreadLane:
     def make(
         cls, name: str, is_shared: bool, prepare: Callable[[], None] | None = None
     ) -> ThreadLane:
-        """A lane with its own worker, whose thread first calls `prepare`, or with the one that
-        lanes of its name share.
+        """A lane with a dedicated worker, whose thread first calls `prepare`, or with the worker
+        that lanes of its name share.
         """
         if not is_shared:
             return cls(name, _Worker(name, prepare))

@@ -108,7 +108,7 @@ class StreamSpan:
 
 
 class StreamClock:
-    """Makes origins, on its own stream. It has no work, and reaches an event at once, where
+    """Makes origins, on a separate stream. It has no work, and reaches an event at once, where
     the stream that computes may be far behind the host.
     """
 

@@ -1,7 +1,7 @@
-"""The Jinja program of a chat template, run so that one knows which message wrote which text.
+"""Runs the Jinja program of a chat template and records which message wrote which text.
 
 The environment is that of the transformers library: its filters, functions, extensions and sandbox.
-Before a template is compiled, calls are added to its loops that write nothing. They record, at the
+Before a template is compiled, calls without output are added to its loops. They record, at the
 current length of the output, which message the loop has reached. A rendering then consists of
 segments, each written while the template handled one message. `{% generation %}` is recorded the
 same way.
@@ -43,7 +43,7 @@ class RenderedPart(NamedTuple):
 
 
 class MarkedText(NamedTuple):
-    """What a template put between `{% generation %}` and `{% endgeneration %}`.
+    """Text that a template wrote between `{% generation %}` and `{% endgeneration %}`.
 
     Attributes:
         message: index of the message that the template handled; None outside of its loops.
@@ -98,10 +98,10 @@ class ChatProgram:
 
         Args:
             messages: distinct objects, since the trace tells them apart by identity.
-            variables: further names that the template knows.
+            variables: further names for the template.
 
         Raises:
-            Exception: nearly any kind, from a program that meets what it was not made for.
+            Exception: nearly any kind, from a template that does not support the conversation.
         """
         trace = self._tracer.trace = _Trace(messages)
         pieces = []
@@ -125,7 +125,7 @@ class _Loop:
 
 
 class _Trace:
-    """What is recorded of one rendering.
+    """The records of one rendering.
 
     Attributes:
         length: characters that the template has written so far.
@@ -223,7 +223,7 @@ class _Tracer(Extension):
         self.trace.close_loop()
 
     def reach(self, *targets: object) -> None:
-        """Called with what the names of a loop's target stand for."""
+        """Called with the values of the names in a loop's target."""
         found = map(self.trace.index_of, targets)
         self.trace.reach(next((one for one in found if one is not None), None))
 

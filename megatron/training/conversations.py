@@ -55,7 +55,7 @@ def parse_conversation(record: object) -> Conversation:
     """A conversation as JSON has it. Its contents are left to the chat template.
 
     Raises:
-        ConversationError: saying what is wrong with it.
+        ConversationError: for an invalid record, with the reason.
     """
     if not isinstance(record, Mapping):
         raise ConversationError(f"expected a JSON object, got {shown(record)}")
@@ -79,7 +79,7 @@ def parse_picture_conversation(record: object) -> Conversation:
     """A conversation as JSON has it, with pictures in the places that it names.
 
     Raises:
-        ConversationError: saying what is wrong with it.
+        ConversationError: for an invalid record, with the reason.
     """
     messages, tools, _ = parse_conversation(record)
     assert isinstance(record, Mapping), "a conversation was found in it"

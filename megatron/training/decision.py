@@ -4,8 +4,8 @@
 without another collective:
 
     after an iteration                       evaluates    save
-    in the middle of the run                 if due       BEGIN if due, SKIP if the save before is
-                                                          still under way and that was asked for
+    in the middle of the run                 if due       BEGIN if due, SKIP if the previous save
+                                                          is in flight and skipping was requested
     the last one, or a reason to stop        no           LAST
     a signal, and too little time to save    no           FINISH
 
@@ -64,8 +64,8 @@ def decide(
     is_end = step_info.iteration == config.training.train_iters
     stop = _with_saves(config, votes, stop)
     if is_end or stop is not None:
-        # A run that has reached its end did what was planned, whatever else asked it to stop. But a
-        # signal means now: there is no time for the final evaluations.
+        # A run at its last iteration has finished, even if another reason to stop applies. A signal
+        # leaves no time for the final evaluations.
         is_early = stop is not None and (not is_end or stop.code in _PREEMPTED)
         save = Save.LAST if stop is None or stop.saves else Save.FINISH
         return Decision(

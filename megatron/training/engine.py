@@ -1,4 +1,4 @@
-"""`SaveLoadMeta`: what an engine saves or loads."""
+"""`SaveLoadMeta`: a request to save or load, passed to an engine."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ class SaveLoadMeta:
         hf_dtype: with `hf`, of all weights in the files but for fp32 parameters of an `Fp32Module`,
             which stay fp32; None: bf16 for those whose main weights are fp32. `torch.float32` keeps
             these to the bit, for `load` to bring back.
-        adds_rows: with `hf`, whether the model may have more vocabulary rows
-            than the folder's; `load_hf` says what they are.
+        adds_rows: with `hf`, whether the model may have more vocabulary rows than the directory;
+            `load_hf` describes how they are initialized.
 
     Raises:
-        ValueError: for another format, what `hf` does not hold, and other dtypes.
+        ValueError: for another format, options that `hf` does not support, and other dtypes.
     """
 
     path: str

@@ -205,10 +205,10 @@ class ModuleEngine:
         return [name for name, dtype in DTYPES.items() if dtype in dtypes and self.mesh.size() > 1]
 
     def record_to(self, timeline: AnyTimeline) -> None:
-        """From now on, shows a timeline what the lanes of engine and optimizer do, and what the
-        computation waits for. Its phases are told to `mark` of `train_batch`.
+        """Records the work of the lanes of engine and optimizer, and the waits of the computation,
+        in a timeline from now on. The argument `mark` of `train_batch` records its phases.
 
-        RuntimeError if the optimizer or the activations are offloaded and record nothing
+        RuntimeError if the optimizer or the activations are offloaded without recording
         (`EngineConfig.records_timings`).
         """
         self.state.optimizer.record_to(timeline)
@@ -228,18 +228,18 @@ class ModuleEngine:
         mark: MarkPhase = unmarked,
     ) -> StepResult:
         """Forward, backward and the optimizer's step over a global batch, at the schedule's rate;
-        the counters advance. A loss or gradient norm that is not finite steps nothing.
+        the counters advance. The step is skipped if the loss or the gradient norm is not finite.
 
         Args:
             microbatches: this rank's. Of an iterator, `num_microbatches` are taken.
             forward_step: gives the loss of a microbatch, as a tensor or as a `ModelLoss`, whose
                 auxiliary losses are trained with and whose expert loads move expert biases.
             votes: called after the backward; the result holds the sums of its numbers over ranks.
-            mark: called with each phase of the step as it begins.
+            mark: called with each phase of the step when it starts.
 
         Raises:
             RuntimeError: on all ranks, and before anything is done, for a step beyond the end of
-                the run and of a schedule whose last rate is 0: it would train nothing. Where that
+                the run and of a schedule whose last rate is 0: it would have no effect. Where that
                 rate is more, it is used, with a warning once.
         """
         state, (batches, count) = self.state, _counted(microbatches, num_microbatches)
@@ -361,7 +361,7 @@ class ModuleEngine:
 
         Raises:
             CheckpointError: on all ranks, if it could not be saved, or something is at the path.
-                Nothing that looks like a checkpoint is left there.
+                No checkpoint is left there.
         """
         if meta.weight_format == "hf":
             self.state.optimizer.synchronize()

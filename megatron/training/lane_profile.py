@@ -117,7 +117,7 @@ class LaneProfile:
         self._is_written = True
         self.timeline.forget()
         try:
-            # On another machine the root may be another one, where rank 0 has created nothing.
+            # On another machine the root may be another directory, which rank 0 has not created.
             path.parent.mkdir(parents=True, exist_ok=True)
             with published(path, Sync.NOTHING) as stream:
                 stream.write(trace.to_json())

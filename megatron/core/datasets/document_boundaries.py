@@ -14,8 +14,8 @@ from megatron.core.datasets.sample_dataset import NumberedDataset, SampleDataset
 class DelimitedDataset(NumberedDataset):
     """The samples of a dataset with their documents' places, for models and losses.
 
-    A document ends with its end-of-document token, which is one of its own. That of a sample's last
-    token ends with the sample.
+    A document ends with its end-of-document token, which belongs to it. The
+    document of a sample's last token ends with the sample.
 
     Args:
         samples: of "tokens" and "labels", [seq_length] int64 each.

@@ -68,7 +68,7 @@ def epoch_permutation(size: int, seed: int, purpose: str, epoch: int) -> RandomP
 
 @dataclass(frozen=True)
 class EpochStream:
-    """The sequences of one split as an endless row of epochs, each in its own order."""
+    """The sequences of one split as an endless row of epochs, each in a separate order."""
 
     indexed: IndexedDataset
     documents: range  # sequences of `indexed` that belong to the split
@@ -247,8 +247,8 @@ class SampleIndex:
         try:
             self._build()
         except FileNotFoundError:
-            # A process with separate locks has taken the unfinished file for what a killed build
-            # has left. It does so once, before it builds.
+            # A process with separate locks has mistaken the unfinished file for the remains of a
+            # killed build and deleted it. It does so once, before it builds.
             if self._map() is None:
                 self._build()
 

@@ -31,7 +31,7 @@ class CheckpointDamagedError(CheckpointError):
 
 def fail(expected: str, got: str, source: str) -> NoReturn:
     """Raises the error for a wrong value in a file, which `source` names."""
-    # Without the error that was handled, whose frames keep what was read.
+    # Without the handled error, whose frames would keep the bytes alive.
     raise CheckpointDamagedError(f"Expected {expected} in {source}, got {got}.") from None
 
 

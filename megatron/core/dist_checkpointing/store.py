@@ -10,8 +10,8 @@ the store:
               finds all of its draft, or no draft.
     remote    Object stores cannot rename a directory. The files have their final names from the
               start, and the marker alone makes them a checkpoint: it is written last and deleted
-              first, `.metadata` right after it. Two runs must not save into one remote folder: a
-              sweep by one may come between the steps of the other.
+              first, `.metadata` right after it. Two runs must not save into one remote directory:
+              a sweep by one may come between the steps of the other.
 
 In a remote directory, a sign that this class created it is written first and deleted last. A sweep
 does not touch a directory without one: it may be another program's checkpoint, which has no marker
@@ -79,7 +79,7 @@ def ignore(_buffer: memoryview) -> None:
 
 
 def open_store(root: str | Path) -> Store:
-    """The store in a folder: a path, or an fsspec URL such as "s3://bucket/run". ConfigError as
+    """The store in a directory: a path, or an fsspec URL such as "s3://bucket/run". ConfigError as
     `check_protocol`.
     """
     check_protocol(str(root))

@@ -31,7 +31,7 @@ class UnitPlan:
     """A module that will gather its weights as one.
 
     Attributes:
-        name: path of the module; THE_MODEL for the model itself, which has what the others leave.
+        name: path of the module; THE_MODEL for the model itself, which has all other parameters.
         groups: in the order in which they are made.
     """
 

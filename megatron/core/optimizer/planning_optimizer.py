@@ -42,7 +42,7 @@ class PlanningOptimizer(torch.optim.Optimizer, ABC):
 
     @property
     def device_optimizer(self) -> torch.optim.Optimizer | None:
-        """The optimizer of the states on the device; None if there are none."""
+        """The optimizer of the states on the device, if any."""
         return self
 
     def holds(self, parameter: torch.Tensor) -> bool:  # noqa: ARG002

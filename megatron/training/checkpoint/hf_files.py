@@ -440,7 +440,7 @@ def open_safetensors(path: Path) -> Iterator[Any]:
 
 
 def _damaged(path: Path, error: Exception) -> CheckpointDamagedError:
-    # The library says that metadata is incomplete where a file is truncated.
+    # The library reports incomplete metadata if a file is truncated.
     size = f"{path.stat().st_size} bytes, " if path.is_file() else ""
     reason = printable(str(error) or type(error).__name__)
     return CheckpointDamagedError(

@@ -1,1 +1,3 @@
-"""Checkpoints in PyTorch DCP's format: torch_dcp.py saves and loads ours and other programs'."""
+"""Checkpoints in PyTorch DCP's format: torch_dcp.py saves them, and loads them and
+the checkpoints of other programs.
+"""

@@ -128,7 +128,7 @@ class _ArchiveReader:
         self._memory = memory
         self._copies = copies
         self._content = memory.numpy().data
-        # By name in lower case, without the folder: torch finds names without regard to case.
+        # By name in lower case, without the directory: torch finds names without regard to case.
         self._records: dict[str, _Record] = {}
         self._num_values = 0
         self._tensors: dict[int, torch.Tensor] = {}  # by the ids of the tensors on the meta device

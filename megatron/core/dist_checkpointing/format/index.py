@@ -9,9 +9,9 @@ the number of its writer; a tensor names one by its number, and has an offset in
 box. A thousand ranks write a million chunks, but in few divisions: each is read and checked once.
 `.metadata` is a pickle with the same contents for PyTorch, of `.distcp` files only.
 
-[Note: data files] Each rank computes the places in its own file, and rank 0 those in the files of
-all ranks (`build_index`). A data file consists of blobs as `torch.save` writes them, one per chunk,
-in the order of the state. Their data is aligned to 4096 bytes for direct I/O. The bytes between
+[Note: data files] Each rank computes the offsets in its file, and rank 0 the offsets of all ranks
+(`build_index`). A data file consists of blobs as `torch.save` writes them, one per chunk, in the
+order of the state. Their data is aligned to 4096 bytes for direct I/O. The bytes between
 blobs are zeros. Plain data follows the tensors in rank 0's file. An `Export` describes files of
 another format that a save writes, too.
 """
@@ -135,7 +135,7 @@ class SavedAs(NamedTuple):
 
 
 class RankLayout(NamedTuple):
-    """What a rank writes.
+    """The data file and the chunks of a rank.
 
     Attributes:
         digest: of its chunks and their offsets.
@@ -188,7 +188,7 @@ class Index:
 
     @cached_property
     def layouts(self) -> Mapping[int, RankLayout]:
-        """What each rank that writes chunks writes."""
+        """The layout of each rank that writes chunks."""
         # In one pass, without the lists of chunks by rank: a thousand ranks write a million.
         states: defaultdict[int, Any] = defaultdict(xxhash.xxh3_128)
         counts: defaultdict[int, array[int]] = defaultdict(partial(array, "q"))

@@ -188,7 +188,7 @@ class _Composer:
             for offsets, sizes in division.boxes
         )
         found = b"".join(boxes)
-        # Written again as it is, once it creates nothing.
+        # Written again unchanged, once it creates no further objects.
         if self._num_remembered == num_before:
             self._box_codes[id(division)] = found
         return found

@@ -35,7 +35,7 @@ def parse_folder(name: str) -> FolderName | None:
     if match is None:
         return None
 
-    # An iteration has one folder: "iter_00000010" is not the checkpoint that is "iter_0000010".
+    # An iteration has one directory: "iter_00000010" is not the checkpoint that is "iter_0000010".
     found = FolderName(int(match.group(1)), match.group(2))
     return found if checkpoint_name(found.iteration) + found.suffix == name else None
 

@@ -168,8 +168,8 @@ class BufferPool:
         slab.tensor(0, slab.nbytes, torch.uint8).zero_()
         self._buffers = _cut(slab, buffer_bytes)
 
-        # Tensors are copied while the device computes. (Not run on a GPU yet.) Without one, nothing
-        # touches the pieces, which then cost addresses only.
+        # Tensors are copied while the device computes. (Not run on a GPU yet.) Without one,
+        # the pieces are never touched and cost addresses only.
         piece_bytes = max(1, buffer_bytes // 2 // BLOCK_BYTES) * BLOCK_BYTES
         pieces = HostSlab(2 * piece_bytes, device, is_pinned=True, purpose="copies of checkpoints")
         lane = device.lane("checkpoint d2h")

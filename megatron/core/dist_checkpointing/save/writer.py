@@ -1,6 +1,6 @@
 """One rank's part of a save: its data file, then its manifest, without any communication.
 
-Ranks meet only in the draft's folder:
+Ranks meet only in the draft's directory:
 
     __0_0.distcp      rank 0's data
     manifest_0.json   comes last: rank 0's data is on disk

@@ -5,7 +5,7 @@ the CPU the ranks therefore exchange their parts directly: each sends every othe
 part of that rank, and adds up the received parts, a piece at a time, while the next piece is in
 flight. That moves the fewest possible bytes, takes no more memory than two pieces, and adds up in a
 fixed order, so the result is the same bits in every run. On a GPU the backend's own collectives do
-this; over a single rank there is nothing to send, and one kernel of torch adds or copies.
+this; over a single rank, one kernel of torch adds or copies.
 
 [Note: tags] Ranks that disagree about the next collective must not mix up its parts with the parts
 of another. On the CPU every message has the tag of its collective, so such ranks wait for each
@@ -301,7 +301,7 @@ def _exchange_and_add(
         ]
 
     works = receive(0)
-    # All sends at once: none of them reads this rank's part, which `out` may be.
+    # All sends at once: they do not read this rank's part, which `out` may be.
     sends = [
         dist.isend(parts[peer][begin : begin + length], group=group, group_dst=peer, tag=tag)
         for begin in begins

@@ -1,8 +1,8 @@
-"""Converts arguments of PyTorch's FSDP2.
+"""Converts the arguments of PyTorch FSDP2.
 
-Code that was written for `torch.distributed.fsdp.fully_shard` passes that package's policies. What
-means the same here is taken over, the casts of inputs and outputs included. The rest is refused
-with what to write instead.
+Code written for `torch.distributed.fsdp.fully_shard` passes that package's policies. Settings that
+mean the same here are converted, including the casts of inputs and outputs. Other settings raise an
+error that suggests a replacement.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def own_offload_policy(policy: OffloadPolicy | fsdp2.OffloadPolicy | None) -> Of
             "together with HybridDeviceOptimizer(model.parameters(), offload_fraction=1.0), got "
             f"{policy}."
         )
-    # Its base class stands for no offload.
+    # The base class means no offload.
     if policy is None or isinstance(policy, fsdp2.OffloadPolicy):
         return OffloadPolicy()
     if not isinstance(policy, OffloadPolicy):
@@ -92,8 +92,8 @@ class PrecisionPolicies:
     here.
 
     Attributes:
-        own: None if FSDP2's was passed.
-        theirs: FSDP2's; None if it was not passed.
+        own: this project's policy; None if FSDP2's was passed.
+        theirs: the policy of FSDP2; None if it was not passed.
     """
 
     own: MixedPrecisionPolicy | None
@@ -131,7 +131,7 @@ class PrecisionPolicies:
             assert self.own is not None, "one of the two was given"
             return self.own
 
-        # Ours would keep fp32 main weights of 16-bit parameters.
+        # This project's policy would keep fp32 main weights of 16-bit parameters.
         compute_dtype = self.theirs.param_dtype or dtype
         return MixedPrecisionPolicy(
             main_params_dtype=dtype,

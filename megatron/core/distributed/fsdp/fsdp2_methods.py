@@ -22,7 +22,7 @@ from torch.distributed.fsdp import FSDPModule, UnshardHandle
 from megatron.core.distributed.fsdp.uneven_dtensor import SUMS_GRADIENTS
 from megatron.core.dtensors import is_partial
 
-# Now, since programs replace it by ours.
+# Read at import: programs replace it later.
 _FSDP2_FULLY_SHARD = fsdp2.fully_shard.__wrapped__  # type: ignore[attr-defined]
 
 
@@ -195,7 +195,7 @@ class Fsdp2Methods(nn.Module, FSDPModule):
                 group.drop_partial_sums()
         unit.context.abandon_backward()
 
-    # What has no meaning here
+    # Methods that have no meaning here
 
     set_custom_all_gather = _rejected(
         "set_custom_all_gather", "Collectives belong to the engine; remove the call."
@@ -259,9 +259,9 @@ def add_fsdp2_state(module: Any) -> None:
 
 
 class _Fsdp2State:
-    """The parts of FSDP2's state of a module that PyTorch's own functions use: the two hooks that
-    `register_fsdp_forward_method` puts around a method, and what `torch.distributed.pipelining`
-    calls after the backward of the last microbatch.
+    """The parts of a module's FSDP2 state that PyTorch's functions use: the two hooks that
+    `register_fsdp_forward_method` puts around a method, and the method that
+    `torch.distributed.pipelining` calls after the backward of the last microbatch.
     """
 
     def __init__(self, unit: Any) -> None:

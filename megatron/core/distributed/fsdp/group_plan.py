@@ -10,7 +10,7 @@
 
 Every rank's piece of a buffer is as long as any other's, so the sizes hold for each rank of the
 mesh. A plan needs neither memory nor process groups. `FsdpParameterGroup` makes its buffers of one,
-and whoever must know their sizes before asks one.
+and callers that need the sizes before use one, too.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class GroupPlan:
     @cached_property
     def skips_reduction(self) -> bool:
         """Whether autograd's gradients are added to the main ones as they are: no other rank has
-        gradients to add, and none of them are rounded to a narrower dtype on the way.
+        gradients to add, and they are not rounded to a narrower dtype.
         """
         axes = zip(self.mesh_shape, self.placements.is_kept, strict=True)
         is_alone = all(is_kept or size == 1 for size, is_kept in axes)

@@ -2,7 +2,7 @@
 
     FsdpParameter   one parameter, whole while its module computes, sharded at rest
     WeightBuffers   the flat buffers behind the parameters of a group
-    MemoryPhase     what the memory of the full weights has in it now
+    MemoryPhase     the state of the memory of the full weights
     Delivery        updates by an optimizer in host memory
 
 `FsdpParameterGroup` combines them.
@@ -161,7 +161,7 @@ def _host_buffer(plan: GroupPlan, mesh: DeviceMesh, device: Device) -> DBuffer:
 
 
 class MemoryPhase(enum.Enum):
-    """What the memory of a group's full weights has in it now.
+    """The state of the memory of a group's full weights.
 
         phase      the memory of the full weights     next
         SHARDED    is free                            RESERVED by `reserve`, GATHERING by `unshard`
@@ -209,9 +209,10 @@ class Delivery:
     """How the compute weights of a group get the updates of an optimizer that works elsewhere.
 
     Usually a group copies its main weights to the compute weights itself, before their next use. An
-    optimizer that updates main weights in host memory copies them to the device too, on its own
-    lanes. It claims its parameters' delivery and announces each update with an event; the next
-    gather comes after that event. Several optimizers may have claimed some of the parameters each.
+    optimizer that updates main weights in host memory copies them to the device too, on
+    separate lanes. It claims its parameters' delivery and announces each update with an event; the
+    next gather comes after that event. Several optimizers may have claimed some of the parameters
+    each.
 
     Attributes:
         status: see `Status`.

@@ -118,7 +118,7 @@ _FLAGS = {
     "feed_forward.up_offset": "--glu-linear-offset",
     "post_norm": "--post-norm",
 }
-# Flags that turn off what the spec's value turns on.
+# Flags that turn off a feature that the spec's value turns on.
 _OFF_FLAGS = (
     "--untie-embeddings-and-output-weights",
     "--disable-bias-linear",

@@ -43,7 +43,7 @@ _BLOCK_NUMEL = 1024
 @cache
 def works_on(device: torch.device) -> bool:
     """Whether the kernel compiles and runs on a device: it steps a few elements. If not, one
-    warning says why.
+    warning gives the reason.
 
     Callers ask while an optimizer is built, rather than after a whole forward and backward.
     """

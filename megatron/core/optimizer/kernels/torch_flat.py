@@ -78,7 +78,7 @@ def _finish(steps: list[Future[None]]) -> None:
     wait(steps)
     errors = list(filter(None, (each.exception() for each in steps)))
     if errors:
-        # What is raised refers to this frame, which must not refer to it.
+        # The raised error refers to this frame, which must not refer to the error.
         steps.clear()
         raise errors.pop(0)
 
