@@ -5,11 +5,12 @@ and against PyTorch's ring attention.
     OMP_NUM_THREADS=1 torchrun --standalone --nproc-per-node 2 -m benchmarks.context
 
 Forward and backward of one layer, of attention or of a gated delta net, in fp32. Ours exchanges
-heads (a2a), or gathers keys and values (all_gather). PyTorch's `context_parallel` has no kernel for
-the CPU, so the layer calls what it calls, `_templated_ring_attention`, with the CPU's kernel; its
-slices are balanced, as `context_parallel` cuts them. All sides have the same weights and row, and
-their losses are compared. They run interleaved, in an order drawn anew each round; a step ends when
-the slower rank ends. The peak is what torch allocates on the rank that allocates most.
+heads (a2a), or gathers keys, values and states (all_gather). PyTorch's `context_parallel` has no
+kernel for the CPU, so the layer calls what it calls, `_templated_ring_attention`, with the CPU's
+kernel; its slices are balanced, as `context_parallel` cuts them. All sides have the same weights
+and row, and their losses are compared. They run interleaved, in an order drawn anew each round; a
+step ends when the slower rank ends. The peak is what torch allocates on the rank that allocates
+most.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ from benchmarks.helpers.memory import peak_bytes
 from benchmarks.helpers.models import SEED, llama_config
 from benchmarks.helpers.ranks import launched
 from benchmarks.helpers.result import Measurement, Ratio, Result, measured
-from megatron.core.distributed.context import A2A, ALL_GATHER, divide_context
+from megatron.core.distributed.config import A2A, ALL_GATHER
+from megatron.core.distributed.context import divide_context
 from megatron.core.models.gpt.gpt_model import Places, TransformerBlock
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.documents import Documents
@@ -220,7 +222,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--sequences", type=int, nargs="+", default=[8192, 16384, 32768])
     parser.add_argument("--rounds", type=int, default=3)
     arguments = parser.parse_args(argv)
-    sides = {"attention": (WHOLE, A2A, ALL_GATHER, RING), "gated delta net": (WHOLE, A2A)}
+    sides = {
+        "attention": (WHOLE, A2A, ALL_GATHER, RING),
+        "gated delta net": (WHOLE, A2A, ALL_GATHER),
+    }
 
     with launched() as (launch, _):
         found = [

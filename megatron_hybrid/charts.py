@@ -4,19 +4,15 @@ text, axes with ticks, colors, and numbers in four digits.
 
 from __future__ import annotations
 
-import io
 import math
 from dataclasses import dataclass
 from html import escape
 from typing import NamedTuple
 
-from PIL import Image, ImageDraw, ImageFont
-
 TITLE, TEXT, SMALL = 14.0, 11.5, 10.0  # pixels
 _FONTS = "-apple-system, 'Segoe UI', 'Noto Sans', Helvetica, Arial, sans-serif"
 _NUM_STEPS = 6  # of an axis, at most
 _TINY = 1e-290  # powers of ten below 1e-308 are 0
-_PNG_SCALE = 2  # pixels of a PNG for each pixel of the canvas
 
 
 class Theme(NamedTuple):
@@ -131,31 +127,6 @@ class Canvas:
         box = f"0 0 {px(self.width)} {px(self.height)}"
         head = _attributes({"xmlns": "http://www.w3.org/2000/svg", **size, "viewBox": box})
         return f'<svg {head} font-family="{_FONTS}">\n{self.inner_svg()}\n</svg>\n'
-
-    def png(self) -> bytes:
-        """The PNG file. Of the elements it shows rectangles, lines and text."""
-        scale = _PNG_SCALE
-        image = Image.new("RGB", (round(scale * self.width), round(scale * self.height)))
-        draw = ImageDraw.Draw(image)
-        for tag, attributes, content in self._elements:
-            at = {k: scale * each for k, each in attributes.items() if not isinstance(each, str)}
-            color = str(attributes.get("fill") or attributes.get("stroke"))
-            if tag == "rect":
-                right, bottom = at["x"] + at["width"], at["y"] + at["height"]
-                corners = (at["x"], at["y"], max(right - 1, at["x"]), bottom - 1)
-                draw.rectangle(corners, color, outline=attributes.get("stroke"))
-            elif tag == "line":
-                ends = (at["x1"], at["y1"], at["x2"], at["y2"])
-                draw.line(ends, color, max(1, round(at["stroke-width"])))
-            elif tag == "text":
-                font = ImageFont.load_default(at["font-size"])
-                stroke = 0.5 if "font-weight" in attributes else 0.0
-                anchor = {"start": "ls", "middle": "ms", "end": "rs"}
-                place = anchor[str(attributes["text-anchor"])]
-                draw.text((at["x"], at["y"]), content, color, font, place, stroke_width=stroke)
-        stream = io.BytesIO()
-        image.save(stream, "png")
-        return stream.getvalue()
 
 
 def px(value: float) -> str:

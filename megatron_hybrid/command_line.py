@@ -3,7 +3,7 @@
     python -m megatron_hybrid preprocess --input texts/ --output-prefix data/mine ...
     python -m megatron_hybrid launch -m megatron_hybrid pretrain --config run.yaml
     python -m megatron_hybrid status runs/mine
-    python -m megatron_hybrid checkpoint export runs/mine exports/mine --format hf
+    python -m megatron_hybrid checkpoint export runs/mine exports/mine
     python -m megatron_hybrid generate --load exports/mine --prompt "def main():"
 
 Each program has its own `--help`, exit codes and messages.
@@ -39,14 +39,8 @@ COMMANDS = {
     "preprocess-multimodal": Command(
         "preprocess_multimodal", "make training files of conversations about pictures"
     ),
-    "checkpoint": Command(
-        "checkpoint.command", "list, show, verify, diff, convert, export checkpoints"
-    ),
-    "convert-hf": Command("convert_hf", "import a Hugging Face model, export a run's"),
+    "checkpoint": Command("checkpoint.command", "list, show, verify, diff, export checkpoints"),
     "generate": Command("generate", "sample text from a checkpoint or an exported model"),
-    "megatron-flags": Command(
-        "megatron_flags", "rewrite a launch script of Megatron-LM for this program"
-    ),
     "status": Command("run_status", "show the status of a run"),
     "timeline": Command("timeline", "show the work of lanes in a recorded iteration"),
 }

@@ -14,7 +14,6 @@ from megatron.core.dtype_names import FLOAT_NAMES
 from megatron.core.help_format import ProgramParser
 from megatron.core.models.multimodal.vision_config import VisionConfig
 from megatron.core.options import Field, options_of
-from megatron.training.checkpoint.dcp_key_map import COUNTS, FLAG
 from megatron.training.flag_help import build_parser
 from megatron.training.tokenizer import TokenizerConfig
 from megatron_hybrid.input_files import TEXT_KEY
@@ -25,11 +24,8 @@ _PLACES = {
     "checkpoint": "directory of one checkpoint",
     "a": "directory of one checkpoint",
     "b": "directory of another checkpoint",
-    "source": "directory of one checkpoint, or a .safetensors or torch.save file",
-    "target": "file to write, or iter_NNNNNNN to write a checkpoint",
     "run": "directory of a run's checkpoints, or one checkpoint",
     "out": "directory to write, absent or empty",
-    "path": "directory that torch.distributed.checkpoint saved",
 }
 _ABOUT_PLAN = """Plans a run: the memory that it needs on a machine, and the time of its steps.
 
@@ -41,8 +37,6 @@ Prints the memory of a rank by kind, the smallest offload fraction that fits, th
 no time, the time of a step and its bottleneck, and the size of a checkpoint; see docs/offload.md.
 Takes all flags of a run, too. No weights are allocated.
 """
-_IMPORT = "Imports a Hugging Face directory as a checkpoint."
-_EXPORT = "Exports a run's model as a Hugging Face directory."
 # Of `plan`, by flag: the type, the metavar and the help line.
 _PLAN_FLAGS = {
     "--gpu-memory": (
@@ -91,16 +85,6 @@ _PLAN_FLAGS = {
         "RATE",
         "bandwidth at which a device sends and receives in collectives (default: not counted)",
     ),
-    "--disk": (
-        quantities.rate,
-        "RATE",
-        "bandwidth at which all ranks write checkpoints (default: no checkpoint time)",
-    ),
-    "--tokens-per-step": (
-        quantities.whole_number,
-        "N",
-        "--global-batch-size in tokens instead of sequences (default: the run's)",
-    ),
 }
 
 
@@ -147,11 +131,6 @@ def plan(program: str) -> argparse.ArgumentParser:
         "--measure",
         action="store_true",
         help="measure on this machine all rates that are not given; takes some seconds",
-    )
-    parser.add_argument(
-        "--measure-disk",
-        metavar="DIR",
-        help="with --measure: directory in which to measure --disk (default: not measured)",
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
     return parser
@@ -314,7 +293,7 @@ def checkpoint(program: str) -> argparse.ArgumentParser:
     """The parser of `checkpoint`."""
     parser = ProgramParser(
         prog=program,
-        description="Lists, shows, verifies, compares, converts, exports and imports checkpoints.",
+        description="Lists, shows, verifies, compares and exports checkpoints.",
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
@@ -344,18 +323,6 @@ def checkpoint(program: str) -> argparse.ArgumentParser:
             metavar="PATTERN",
             help="only keys that match these patterns, as in a shell",
         )
-    converted = add(
-        "convert",
-        "Converts a checkpoint to a file, or a file to a checkpoint, by the name of the target.",
-        "source",
-        "target",
-    )
-    converted.add_argument(
-        "--prefix",
-        default="",
-        metavar="TEXT",
-        help="text before each key of a file, e.g. model. (default: none)",
-    )
     exported = add(
         "export",
         "Exports a run's model for the transformers library: weights, config and tokenizer.",
@@ -363,58 +330,19 @@ def checkpoint(program: str) -> argparse.ArgumentParser:
         "out",
     )
     exported.add_argument(
-        "--format", choices=("hf",), default="hf", help="hf: the format of the transformers library"
+        "--dtype",
+        choices=FLOAT_NAMES,
+        help="dtype of the weights; fp16 has no values beyond 65504 (default: bf16 for weights in "
+        "fp32, others unchanged)",
     )
-    _add_export_flags(exported)
-    _add_import_flags(
-        add(
-            "import",
-            "Imports a torch.distributed.checkpoint of another program as ROOT/iter_0000000.",
-            "path",
-            "root",
-        )
+    exported.add_argument(
+        "--max-shard-size",
+        type=quantities.size,
+        default=MAX_SHARD_BYTES,
+        metavar="SIZE",
+        help="most bytes of tensors in one file, e.g. 500MB (default: 5GB)",
     )
-    return parser
-
-
-def convert_hf(program: str) -> argparse.ArgumentParser:
-    """The parser of `convert-hf`."""
-    parser = ProgramParser(
-        prog=program, description="Converts models between the transformers library and runs."
-    )
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
-
-    imported = commands.add_parser("import", help=_IMPORT, description=_IMPORT)
-    imported.set_defaults(command="import")
-    imported.add_argument(
-        "folder", metavar="HF_DIR", help="directory with config.json, weights and a tokenizer"
-    )
-    imported.add_argument(
-        "root", metavar="ROOT", help="directory for the checkpoint, without others"
-    )
-    imported.add_argument(
-        "--tokenizer-model",
-        metavar="PATH",
-        help="tokenizer.json, or the directory of a Hugging Face tokenizer (default: HF_DIR's)",
-    )
-    imported.add_argument(
-        "--vocab-size",
-        type=int,
-        metavar="N",
-        help="rows of the embedding, if there are to be more than HF_DIR has (default: HF_DIR's)",
-    )
-    imported.add_argument(
-        "--seq-length",
-        type=int,
-        metavar="N",
-        help="tokens per training sample (default: the model's longest)",
-    )
-
-    exported = commands.add_parser("export", help=_EXPORT, description=_EXPORT)
-    exported.set_defaults(command="export")
-    exported.add_argument("run", metavar="RUN", help="directory of checkpoints, or one checkpoint")
-    exported.add_argument("out", metavar="HF_DIR", help="directory to write, absent or empty")
-    _add_export_flags(exported)
+    _add_model_flags(exported)
     return parser
 
 
@@ -465,64 +393,6 @@ def generate(program: str) -> argparse.ArgumentParser:
     return parser
 
 
-def megatron_flags(program: str) -> argparse.ArgumentParser:
-    """The parser of `megatron-flags`."""
-    parser = ProgramParser(
-        prog=program,
-        description="Rewrites a launch script of Megatron-LM for this program. Reports the\n"
-        "changes and the flags that are left to decide.",
-        epilog="exit code: 0 if nothing is left to decide, 1 if something is, 2 for bad input",
-        allow_abbrev=False,
-    )
-    parser.add_argument("script", metavar="SCRIPT", type=Path, help="a bash script")
-    target = parser.add_mutually_exclusive_group()
-    target.add_argument(
-        "--output",
-        metavar="FILE",
-        type=Path,
-        help="file for the rewritten script (default: standard output)",
-    )
-    target.add_argument("--in-place", action="store_true", help="overwrite SCRIPT")
-    parser.add_argument(
-        "--remove-unsupported", action="store_true", help="also delete flags not supported here"
-    )
-    return parser
-
-
-def _add_export_flags(parser: argparse.ArgumentParser) -> None:
-    """Adds the flags of an export, without its positional arguments."""
-    parser.add_argument(
-        "--dtype",
-        choices=FLOAT_NAMES,
-        help="dtype of the weights; fp16 has no values beyond 65504 (default: bf16 for weights in "
-        "fp32, others unchanged)",
-    )
-    parser.add_argument(
-        "--max-shard-size",
-        type=quantities.size,
-        default=MAX_SHARD_BYTES,
-        metavar="SIZE",
-        help="most bytes of tensors in one file, e.g. 500MB (default: 5GB)",
-    )
-    _add_model_flags(parser)
-
-
-def _add_import_flags(parser: argparse.ArgumentParser) -> None:
-    """Adds the flags of `import_dcp`, without PATH and ROOT."""
-    parser.add_argument(
-        FLAG,
-        required=True,
-        metavar="TABLE",
-        help="YAML file that maps the other program's tensors to this model's",
-    )
-    for name in COUNTS:
-        parser.add_argument(
-            f"--{name.replace('_', '-')}",
-            type=int,
-            help="as in pretrain; must be given for a TABLE that uses it",
-        )
-
-
 def _add_model_flags(parser: argparse.ArgumentParser) -> None:
     """Adds `--config`, `--ckpt-step` and `--tokenizer-model`."""
     parser.add_argument(
@@ -546,9 +416,7 @@ _PARSERS: dict[str, Callable[[str], argparse.ArgumentParser]] = {
     "preprocess": preprocess,
     "preprocess-multimodal": preprocess_multimodal,
     "checkpoint": checkpoint,
-    "convert-hf": convert_hf,
     "generate": generate,
-    "megatron-flags": megatron_flags,
 }
 
 

@@ -6,8 +6,8 @@
 
 PATH is a run's directory with its newest recording, a recording's directory, or the files of some
 ranks. Prints for each lane how long it was busy, how much of that was hidden behind the
-computation, and how long the computation waited for it. --output draws the iteration, as SVG or
-PNG. The files themselves open in https://ui.perfetto.dev; --merge puts all ranks into one of them.
+computation, and how long the computation waited for it. --output draws the iteration as SVG. The
+files themselves open in https://ui.perfetto.dev; --merge puts all ranks into one of them.
 
 The computation computes in its phases forward, backward, norm, step and evaluate, except while it
 waits. The hidden share of a lane is the part of its busy time during which the computation
@@ -128,8 +128,8 @@ def _merge(arguments: argparse.Namespace) -> None:
 
 def _show(arguments: argparse.Namespace) -> None:
     output = arguments.output
-    if output is not None and output.suffix not in (".svg", ".png"):
-        raise TimelineError(f"--output: expected a file named .svg or .png, got {output}.")
+    if output is not None and output.suffix != ".svg":
+        raise TimelineError(f"--output: expected a file named .svg, got {output}.")
     trace = _choose_rank(find_files(arguments.paths), arguments.rank)
     iteration = _choose_iteration(trace, arguments.iteration)
     shares = shares_of(trace, iteration)
@@ -268,7 +268,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
         "--output",
         type=Path,
         metavar="FILE",
-        help="draw the iteration into this .svg or .png (default: print a table only)",
+        help="draw the iteration into this .svg (default: print a table only)",
     )
     parser.add_argument(
         "--theme", choices=("light", "dark"), default="light", help="colors of the drawing"
@@ -390,14 +390,9 @@ def _times(one: Slice) -> Interval:
 
 
 def draw(trace: Trace, iteration: int, path: Path, *, theme: str = "light") -> None:
-    """Writes a picture of an iteration in the format of the path's suffix, .svg or .png.
-
-    The same trace gives the same bytes.
-    """
-    canvas = _Picture(trace, iteration, theme).canvas
-    content = canvas.png() if path.suffix == ".png" else canvas.svg().encode()
+    """Writes a picture of an iteration as SVG. The same trace gives the same bytes."""
     with published(path, Sync.NOTHING) as stream:
-        stream.write(content)
+        stream.write(_Picture(trace, iteration, theme).canvas.svg().encode())
 
 
 class _Picture:

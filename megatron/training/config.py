@@ -21,7 +21,7 @@ from megatron.core.dist_checkpointing.config import (
     CheckpointConfig,
     local_folder,
 )
-from megatron.core.distributed.config import DataParallelConfig
+from megatron.core.distributed.config import DataParallelConfig, check_heads
 from megatron.core.dtype_names import FLOAT_NAMES
 from megatron.core.log import counted
 from megatron.core.models.multimodal.vision_config import VisionConfig
@@ -39,6 +39,7 @@ from megatron.core.options import (
     options_of,
 )
 from megatron.core.transformer.config import TransformerConfig
+from megatron.core.transformer.layer_specs import model_spec
 from megatron.training.health.events import METRICS_FILE, TIMELINES_FOLDER
 from megatron.training.health.inject import InjectConfig, check_paths
 from megatron.training.tokenizer import TokenizerConfig
@@ -494,24 +495,14 @@ class RunConfig:
         """ConfigError unless ranks can divide the sequences, and the heads of what mixes their
         positions.
         """
-        size, length, model = self.parallel.context_parallel_size, self.data.seq_length, self.model
+        size, length = self.parallel.context_parallel_size, self.data.seq_length
         expected = f"a multiple of --context-parallel-size {size}"
         tensor_size = self.parallel.tensor_model_parallel_size
         if tensor_size > 1:
             expected += f" x --tensor-model-parallel-size {tensor_size}"
         expect(length % (size * tensor_size) == 0, "--seq-length", expected, length)
-
-        flag, is_linear = "--context-parallel-size", model.linear_layers()
-        per_rank = "" if tensor_size == 1 else f" / --tensor-model-parallel-size {tensor_size}"
-        if self.parallel.cp_comm_type == "a2a" and not all(is_linear):
-            heads = model.num_attention_heads
-            expected = f"a divisor of --num-attention-heads {heads}{per_rank}"
-            expected += ", or --cp-comm-type all_gather"
-            expect(heads // tensor_size % size == 0, flag, expected, size)
-        if any(is_linear):
-            heads = model.linear_num_value_heads
-            expected = f"a divisor of --linear-num-value-heads {heads}{per_rank}"
-            expect(heads // tensor_size % size == 0, flag, expected, size)
+        mixers = [layer.mixer for layer in model_spec(self.model).layers]
+        check_heads(mixers, size, self.parallel.cp_comm_type, tensor_size)
 
     def _check_tensor(self, world_size: int) -> None:
         """ConfigError unless ranks can divide the heads and channels of all layers. The rows of the

@@ -98,7 +98,7 @@ def answer(given: Given, settings: Mapping[str, Any], samples_per_iteration: int
         settings: the run's settings, by field name.
         samples_per_iteration: the global batch size; 0: it is not known.
     """
-    for row in rows_for(given.flag):
+    for row in _rows_for(given.flag):
         if row.covers(given, settings):
             iterations = _iterations(given.values, samples_per_iteration)
             value = " ".join(given.values)
@@ -118,28 +118,17 @@ def _iterations(values: tuple[str, ...], samples_per_iteration: int) -> str:
 
 
 @functools.cache
-def _table() -> dict[str, Any]:
-    # Every scalar is text. libyaml's parser is eight times faster, where PyYAML has it.
-    loader = getattr(yaml, "CBaseLoader", yaml.BaseLoader)
-    text = Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8")
-    return dict(yaml.load(text, loader))
-
-
-@functools.cache
 def answer_rows() -> tuple[AnswerRow, ...]:
     """Returns the table. The first row that covers a flag applies."""
-    rows = ({**row, "ruling": Ruling(row["ruling"])} for row in _table()["answers"])
+    # Every scalar is text. libyaml's parser is eight times faster, where PyYAML has it.
+    loader = getattr(yaml, "CBaseLoader", yaml.BaseLoader)
+    table = yaml.load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"), loader)
+    rows = ({**row, "ruling": Ruling(row["ruling"])} for row in table["answers"])
     return tuple(AnswerRow(**row) for row in rows)
 
 
-@functools.cache
-def megatron_switches() -> frozenset[str]:
-    """Returns the flags without a value that only Megatron-LM has."""
-    return frozenset(_table()["switches"].split())
-
-
 @functools.lru_cache(maxsize=4096)
-def rows_for(flag: str) -> tuple[AnswerRow, ...]:
+def _rows_for(flag: str) -> tuple[AnswerRow, ...]:
     """Returns the rows that name a flag, in the order of the table."""
     return tuple(
         row for row in answer_rows() if any(fnmatch.fnmatchcase(flag, name) for name in row.flags)

@@ -1,5 +1,4 @@
-"""Formats messages about the flags of a launch script, grouped by required action: for an error of
-a run, and for the program that rewrites scripts.
+"""Formats an error about the flags of a launch script, grouped by required action. For example:
 
     1 setting cannot be used:
       Called otherwise here:
@@ -7,6 +6,8 @@ a run, and for the program that rewrites scripts.
                              samples.
       No effect here (accepted; may be deleted):
         --use-mcore-models, --sequence-parallel
+
+Nothing is printed for a group without entries.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ _wrapped = functools.partial(
 )
 
 
-class FlagLine(NamedTuple):
+class _FlagLine(NamedTuple):
     """A line of a group."""
 
     given: str  # the flag
@@ -59,21 +60,21 @@ class RefusedSettings(ConfigErrors):
     ) -> None:
         super().__init__(lines)
         others = dict.fromkeys(lines)
-        self._groups: dict[str, list[FlagLine]] = {_NOT_SUPPORTED: [], _CALLED_OTHERWISE: []}
+        self._groups: dict[str, list[_FlagLine]] = {_NOT_SUPPORTED: [], _CALLED_OTHERWISE: []}
         for where, found in refused:
             others.pop(where + str(found), None)
             title = _CALLED_OTHERWISE if found.ruling is Ruling.REPLACE else _NOT_SUPPORTED
             use = f"use {printable(shlex.join(found.use), SHOWN)}" if found.use else ""
-            self._groups[title].append(FlagLine(where + str(found.given), found.why, use))
-        self._groups[_WRONG] = [FlagLine("", line) for line in others]
-        self._groups[_NO_EFFECT] = [FlagLine(str(given)) for given in without_effect]
+            self._groups[title].append(_FlagLine(where + str(found.given), found.why, use))
+        self._groups[_WRONG] = [_FlagLine("", line) for line in others]
+        self._groups[_NO_EFFECT] = [_FlagLine(str(given)) for given in without_effect]
 
     def report(self) -> str:
         """Returns the message for a terminal, grouped by required action."""
-        return "\n".join((self.heading(), *laid_out(self._groups)))
+        return "\n".join((self.heading(), *_laid_out(self._groups)))
 
 
-def laid_out(groups: Mapping[str, Iterable[FlagLine]]) -> list[str]:
+def _laid_out(groups: Mapping[str, Iterable[_FlagLine]]) -> list[str]:
     """Returns the lines of all non-empty groups, by title, in two common columns."""
     shown = {title: found for title, entries in groups.items() if (found := list(entries))}
     with_reasons = [entry for entries in shown.values() for entry in entries if entry.why]
@@ -87,14 +88,14 @@ def laid_out(groups: Mapping[str, Iterable[FlagLine]]) -> list[str]:
     return lines
 
 
-def _run_on(entries: Sequence[FlagLine]) -> list[str]:
+def _run_on(entries: Sequence[_FlagLine]) -> list[str]:
     """Returns entries without reasons as a list. A flag and its value stay on one line."""
     held = (printable(entry.given, SHOWN).replace(" ", _HELD) for entry in entries)
     listed = _wrapped(", ".join(held), initial_indent="    ", subsequent_indent="    ")
     return [line.replace(_HELD, " ") for line in listed]
 
 
-def _columns(entries: Sequence[FlagLine], column: int) -> list[str]:
+def _columns(entries: Sequence[_FlagLine], column: int) -> list[str]:
     lines: list[str] = []
     last_why = ""
     for entry in entries:

@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from megatron.core.activation_offload import moving_layers
 from megatron.core.device import Device
+from megatron.core.distributed.config import ALL_GATHER
 from megatron.core.distributed.units import sharding_units, units_of
 from megatron.core.dtypes import DTYPES
 from megatron.core.host_memory import format_bytes
@@ -155,7 +156,7 @@ def microbatch_of(config: EngineConfig, device_kind: str) -> Microbatch:
         device_kind,
         exchanges_tokens=config.parallel.expert_model_parallel_size > 1,
         context_size=config.parallel.context_parallel_size,
-        gathers_keys=config.parallel.cp_comm_type == "all_gather",
+        gathers=config.parallel.cp_comm_type == ALL_GATHER,
         tensor_size=config.parallel.tensor_model_parallel_size,
     )
 

@@ -270,7 +270,7 @@ def _check_vocab_size(
         raise ConfigError(
             f"--tokenizer-model: expected at most {config.vocab_size} ids, as many as the "
             f"embedding in {rows_of} has rows, got {size} of {tokenizer.name}. Rows are "
-            f"added by --vocab-size {size}, in a run with --hf-model or in `convert_hf.py import`."
+            f"added by --vocab-size {size} in a run with --hf-model."
         )
     if config.vocab_size is not None:
         expected = f"at least the {size} ids of {tokenizer.name}"

@@ -1,4 +1,4 @@
-"""The checkpoint tool: list, show, verify, diff, convert and export.
+"""The checkpoint tool: list, show, verify, diff and export.
 
 `python -m megatron_hybrid checkpoint`.
 """

@@ -1,16 +1,13 @@
-"""Lists, shows, verifies, compares, converts, exports and imports checkpoints.
+"""Lists, shows, verifies, compares and exports checkpoints.
 
     python -m megatron_hybrid checkpoint list runs/gpt_cpu
     python -m megatron_hybrid checkpoint show runs/gpt_cpu/iter_0000300 --key 'model.layers.0.*'
     python -m megatron_hybrid checkpoint verify runs/gpt_cpu/iter_0000300
     python -m megatron_hybrid checkpoint diff runs/gpt_cpu/iter_0000300 runs/other/iter_0000300
-    python -m megatron_hybrid checkpoint convert runs/gpt_cpu/iter_0000300 gpt.safetensors
-    python -m megatron_hybrid checkpoint convert gpt.safetensors runs/imported/iter_0000300
-    python -m megatron_hybrid checkpoint export runs/gpt_cpu exports/gpt --format hf
-    python -m megatron_hybrid checkpoint import outputs/step-1000 runs/new --dcp-key-map map.yaml
+    python -m megatron_hybrid checkpoint export runs/gpt_cpu exports/gpt
 
 Runs in one process on the CPU. A checkpoint is a directory, or a URL that fsspec supports. `list`,
-`show`, `diff`, `export` and `convert` to a file also take `torch_dcp` checkpoints, and others by
+`show`, `diff` and `export` also take `torch_dcp` checkpoints, and others by
 torch.distributed.checkpoint. `list` and `show` mark checkpoints without a run's state, from which
 `--finetune` loads the weights. Exit code: 0, 1 if `verify` finds a problem or `diff` a difference,
 2 for errors.
@@ -19,20 +16,22 @@ torch.distributed.checkpoint. `list` and `show` mark checkpoints without a run's
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import fnmatch
 import json
 import math
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from tqdm import tqdm
 
 from megatron.core.dist_checkpointing.config import FSDP_DTENSOR, TORCH_DCP
 from megatron.core.dist_checkpointing.errors import CheckpointDamagedError, CheckpointError
 from megatron.core.dist_checkpointing.format.manifest import MARKER_FILE, Marker, dtype_name
 from megatron.core.dist_checkpointing.format.names import (
-    checkpoint_name,
-    iteration_of,
     parse_folder,
 )
 from megatron.core.dist_checkpointing.formats import (
@@ -55,19 +54,19 @@ from megatron.core.dist_checkpointing.store import (
     open_store,
     path_of,
 )
+from megatron.core.dtypes import DTYPES
 from megatron.core.host_memory import format_bytes
 from megatron.core.log import counted, printable
+from megatron.core.models.hugging_face import hf_config
+from megatron.training.checkpoint.hf_config import FolderExtras
+from megatron.training.checkpoint.hf_export import bytes_to_export, export_hf
 from megatron.training.checkpoint.hf_weights import HF_FOLDER
-from megatron.training.checkpoint.run_info import RecoverInfo, is_of_a_run
+from megatron.training.checkpoint.run_info import is_of_a_run
 from megatron_hybrid import parsers
 from megatron_hybrid.checkpoint.audit import Audit
 from megatron_hybrid.checkpoint.comparison import KeyComparison, compare
-from megatron_hybrid.checkpoint.export import export_run, sentence
-from megatron_hybrid.checkpoint.from_dcp import import_dcp
-from megatron_hybrid.checkpoint.from_file import SAFETENSORS_SUFFIX, publish_content, read_file
-from megatron_hybrid.checkpoint.progress import progress_bar
-from megatron_hybrid.checkpoint.to_file import export_safetensors, export_torch_save
 from megatron_hybrid.endings import one_line_errors
+from megatron_hybrid.saved_model import find_model
 
 _MAX_WIDTH = 200
 _MAX_LINE = 4000  # characters of text from a checkpoint
@@ -265,7 +264,7 @@ def verify(arguments: argparse.Namespace) -> int:
     if found is None:
         expect_folder(location.store, location.name)
 
-    with progress_bar("verify", _data_nbytes(location)) as progress:
+    with _progress_bar("verify", _data_nbytes(location)) as progress:
         audit = Audit(*location, progress)
         audit.run()
     if arguments.json:
@@ -295,7 +294,7 @@ def diff(arguments: argparse.Namespace) -> int:
     both = dict.fromkeys([*a.tensors, *a.plain, *b.tensors, *b.plain])
     keys = [key for key in both if _is_wanted(key, arguments.key)]
     total = sum(saved.nbytes for key, saved in a.tensors.items() if key in keys)
-    with progress_bar("diff", total) as progress:
+    with _progress_bar("diff", total) as progress:
         found = list(compare(a, b, keys, progress))
 
     if arguments.json:
@@ -320,86 +319,83 @@ def _sentence(each: KeyComparison) -> str:
 
 
 def _as_json(each: KeyComparison) -> dict[str, Any]:
-    row = asdict(each)
+    row = dataclasses.asdict(each)
     if each.max_difference is not None and not math.isfinite(each.max_difference):
         row["max_difference"] = "inf"  # JSON has no number for it
     return row
 
 
-def convert(arguments: argparse.Namespace) -> int:
-    """Converts a checkpoint to a file, or a file to a checkpoint, by the name of the target."""
-    target = iteration_of(arguments.target.rstrip("/").rpartition("/")[2])
-    summary = _to_file(arguments) if target is None else _from_file(arguments, target)
-    if arguments.json:
-        _print_json(summary)
-    else:
-        size = format_bytes(summary["num_bytes"])
-        print(f"{summary['target']}: {summary['num_tensors']} tensors of {size}")
-    return 0
-
-
-def _to_file(arguments: argparse.Namespace) -> dict[str, Any]:
-    if arguments.prefix:
-        raise CheckpointError(
-            f"Expected --prefix for a checkpoint to be written, got the file {arguments.target}."
-        )
-    checkpoint, path = _open(arguments.source), Path(arguments.target)
-    if path.exists():
-        raise CheckpointError(f"Expected no file yet at {path}, got one.")
-
-    export = export_safetensors if path.suffix == SAFETENSORS_SUFFIX else export_torch_save
-    num_bytes = sum(saved.nbytes for saved in checkpoint.tensors.values())
-    with progress_bar("convert", num_bytes) as progress:
-        export(checkpoint, path, progress)
-    return {"target": str(path), "num_tensors": len(checkpoint.tensors), "num_bytes": num_bytes}
-
-
-def _from_file(arguments: argparse.Namespace, iteration: int) -> dict[str, Any]:
-    source, location = Path(arguments.source), _locate(arguments.target)
-    if location.name != checkpoint_name(iteration) or source.is_dir() or not source.exists():
-        raise CheckpointError(
-            f"Expected a file to convert to {checkpoint_name(iteration)}, got {arguments.source} "
-            f"and {location.name}."
-        )
-
-    content = read_file(source, arguments.prefix)
-    if content.train_state is not None and is_of_a_run(content.train_state):
-        info = RecoverInfo.from_plain(content.train_state, f"the train_state of {source}")
-        own_name = checkpoint_name(info.step_info.iteration)
-        if own_name != location.name:
-            raise CheckpointError(
-                f"Expected {own_name} for {source}, whose train_state is of that iteration, got "
-                f"{location.name}."
-            )
-
-    # Enough for --finetune. A file converted from a checkpoint has its whole state.
-    train_state = content.train_state or {"format_version": 1, "progress": {"iteration": iteration}}
-    num_bytes = sum(tensor.nbytes for tensor in content.tensors.values())
-    with progress_bar("convert", num_bytes) as progress:
-        publish_content(location.store, iteration, content, train_state, progress)
-    return {"target": location.path, "num_tensors": len(content.tensors), "num_bytes": num_bytes}
-
-
 def export(arguments: argparse.Namespace) -> int:
-    """Exports a run's model for the transformers library: weights, config and tokenizer."""
-    summary = export_run(arguments)
+    """Exports a run's model for the transformers library: weights, config and tokenizer.
+
+    Raises:
+        CheckpointError, ConfigError: as `find_model` and `export_hf`, and for an exported
+            directory.
+    """
+    model = find_model(
+        arguments.run, arguments.ckpt_step, arguments.config, arguments.tokenizer_model
+    )
+    if model.checkpoint is None:
+        raise CheckpointError(
+            f"Expected a run or its checkpoint, got {model.path}, which is a Hugging Face "
+            "directory."
+        )
+
+    checkpoint, description = open_checkpoint(*model.checkpoint), model.description
+    if description.config.max_position_embeddings is None:
+        # Without a length, other programs use their default.
+        config = dataclasses.replace(description.config, max_position_embeddings=model.seq_length)
+        description = description._replace(config=config)
+
+    base_model = model.base_model
+    if base_model is not None and not Path(base_model).is_dir():
+        print(
+            f"export: {printable(base_model)}, the base model of the run, does not exist: the "
+            "export has no generation settings except the tokenizer's ids",
+            file=sys.stderr,
+        )
+        base_model = None
+
+    extras = FolderExtras.of_model(model.tokenizer, model.tokenizer_path, base_model)
+    with _progress_bar("export", bytes_to_export(checkpoint, description)) as progress:
+        exported = export_hf(
+            checkpoint,
+            arguments.out,
+            description,
+            tokenizer=extras.tokenizer,
+            base_model_path=base_model,
+            dtype=None if arguments.dtype is None else DTYPES[arguments.dtype],
+            max_shard_bytes=arguments.max_shard_size,
+            progress=progress,
+        )
+    summary = {
+        "source": checkpoint.path,
+        "target": arguments.out,
+        "architecture": hf_config(description)["architectures"][0],
+        "num_tensors": exported.num_tensors,
+        "num_bytes": exported.num_bytes,
+        "dtype": str(exported.dtype).removeprefix("torch."),
+    }
     if arguments.json:
         _print_json(summary)
     else:
-        _print(sentence(summary))
+        size = format_bytes(exported.num_bytes)
+        what = f"{exported.num_tensors} tensors of {size} in {summary['dtype']}"
+        architecture, source = summary["architecture"], summary["source"]
+        _print(f"{arguments.out}: {architecture}, {what}, of {source}")
     return 0
 
 
-def import_folder(arguments: argparse.Namespace) -> int:
-    """Imports a torch.distributed.checkpoint of another program as ROOT/iter_0000000."""
-    summary = import_dcp(arguments)
-    if arguments.json:
-        _print_json(summary)
-    else:
-        what = "weights and moments" if summary["has_moments"] else "weights"
-        size = format_bytes(summary["num_bytes"])
-        _print(f"{summary['target']}: {summary['num_tensors']} tensors of {size}, {what}")
-    return 0
+@contextmanager
+def _progress_bar(what: str, total: int | None) -> Iterator[Callable[[int], object]]:
+    """Shows a bar on stderr if that is a terminal. Yields a function to call with bytes done.
+
+    Args:
+        what: a label.
+        total: bytes; None: unknown.
+    """
+    with tqdm(total=total, unit="B", unit_scale=True, desc=what, disable=None) as bar:
+        yield bar.update
 
 
 def _locate(checkpoint: str) -> Location:
@@ -437,7 +433,5 @@ _COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     "show": show,
     "verify": verify,
     "diff": diff,
-    "convert": convert,
     "export": export,
-    "import": import_folder,
 }

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
 import math
 from bisect import bisect_left
 from dataclasses import dataclass
@@ -45,27 +43,21 @@ class Answer:
     """The plan of a run at one offload fraction.
 
     Attributes:
-        disk_bytes: bytes per second that all ranks write together.
         fraction: the offload fraction; None: without offloading.
         is_chosen: whether the plan chose the fraction, because the run does not fit without it.
         smallest_fitting: the smallest fraction that fits; None if none does.
         largest_hidden: the largest fraction for which the computation never waits; None if none.
         time: the time of a step; None if the machine's rates are unknown.
-        other_main_grads: the other possible dtype of main gradients; None: there is no other.
-        other: the plan with that dtype; None if that does not fit.
     """
 
     run: PlannedRun
     limits: Limits
     machine: Machine | None
-    disk_bytes: float | None
     fraction: float | None
     is_chosen: bool
     smallest_fitting: float | None
     largest_hidden: float | None
     time: StepTime | None
-    other_main_grads: str | None = None
-    other: Answer | None = None
 
     @property
     def memory(self) -> RunMemory:
@@ -112,13 +104,9 @@ class Answer:
     def checkpoint_nbytes(self) -> int:
         return checkpoint_nbytes(self.run)
 
-    @property
-    def checkpoint_seconds(self) -> float | None:
-        return None if self.disk_bytes is None else self.checkpoint_nbytes / self.disk_bytes
-
     def to_json(self) -> dict[str, Any]:
         """Returns plain data in bytes, seconds and rates per second."""
-        run, time, memory, other = self.run, self.time, self.memory, self.other
+        run, time, memory = self.run, self.time, self.memory
         return {
             "parameters": run.numel,
             "ranks": run.world_size,
@@ -150,33 +138,17 @@ class Answer:
                 "flops_per_second": self.flops_per_second,
                 "muon_share": self.muon_share,
             },
-            "checkpoint": {"bytes": self.checkpoint_nbytes, "seconds": self.checkpoint_seconds},
+            "checkpoint_bytes": self.checkpoint_nbytes,
             "main_grads_dtype": run.config.parallel.main_grads_dtype,
-            "other_main_grads_dtype": None if other is None else other.to_json(),
         }
 
 
-def answer(
-    run: PlannedRun, limits: Limits, machine: Machine | None, disk_bytes: float | None
-) -> Answer:
-    """Plans a run, and the run with the other dtype of main gradients.
+def answer(run: PlannedRun, limits: Limits, machine: Machine | None) -> Answer:
+    """Plans a run.
 
     Raises:
         ConfigError: the run does not fit. The message has the sum.
     """
-    found, other = _answer(run, limits, machine, disk_bytes), run.with_other_gradients()
-    if other is None:
-        return found
-    planned = None
-    with contextlib.suppress(ConfigError):
-        planned = _answer(other, limits, machine, disk_bytes)
-    dtype = other.config.parallel.main_grads_dtype
-    return dataclasses.replace(found, other_main_grads=dtype, other=planned)
-
-
-def _answer(
-    run: PlannedRun, limits: Limits, machine: Machine | None, disk_bytes: float | None
-) -> Answer:
     fits = _smallest_that_fits(run, limits)
     fraction, is_chosen = run.fraction, False
     if run.must_choose and limits.device is None:
@@ -188,7 +160,7 @@ def _answer(
 
     time = None if machine is None else step_time(work_of(run, fraction), machine)
     hidden = None if machine is None else _largest_hidden(run, limits, machine)
-    return Answer(run, limits, machine, disk_bytes, fraction, is_chosen, fits, hidden, time)
+    return Answer(run, limits, machine, fraction, is_chosen, fits, hidden, time)
 
 
 def _needs(run: PlannedRun, fraction: float | None) -> StateBytes:

@@ -61,18 +61,15 @@ class PlannedRun:
         argv: Sequence[str],
         world_size: int,
         device_kind: str,
-        model: GPTModel | None = None,
     ) -> None:
         """
         Args:
             argv: the flags of the run.
             device_kind: the kind of the planned device.
-            model: the model of a run with the same flags for it; default: a new one.
 
         Raises:
             ConfigError: as the run.
         """
-        self._argv = [*argv]
         self.world_size = world_size
         self.device_kind = device_kind
         self.config = parse_config(argv, world_size, needs_files=False)
@@ -87,7 +84,7 @@ class PlannedRun:
         if not self.config.optimizer.optimizer_cpu_offload:
             self.offloaded, self.refusal = _offloaded(argv, world_size)
 
-        self.model = _model_on_meta(self.config) if model is None else model
+        self.model = _model_on_meta(self.config)
         self._memory: dict[tuple[bool, float], RunMemory] = {}
 
     @property
@@ -156,20 +153,6 @@ class PlannedRun:
             self.offloaded.optimizer, optimizer_offload_fraction=fraction
         )
         return dataclasses.replace(self.offloaded, optimizer=optimizer)
-
-    def with_other_gradients(self) -> PlannedRun | None:
-        """Returns the run with main gradients in 16 bits instead of fp32, or the reverse; None if
-        only fp32 is possible.
-        """
-        precision = self.config.training.compute_dtype
-        if precision == "fp32":
-            return None
-        dtype = "fp32" if self.config.parallel.main_grads_dtype != "fp32" else precision
-        argv = [*self._argv, "--main-grads-dtype", dtype]
-        try:
-            return PlannedRun(argv, self.world_size, self.device_kind, self.model)
-        except ConfigError:
-            return None
 
     def plan(self, fraction: float | None) -> OffloadPlan | None:
         """Returns the offload plan at a fraction."""

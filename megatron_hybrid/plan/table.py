@@ -20,7 +20,7 @@ _EXPLAINED = {
 def format_answer(answer: Answer) -> str:
     """Returns paragraphs of aligned lines."""
     parts = [_header(answer), _memory(answer), _fractions(answer), _step(answer)]
-    parts += [_other_gradients(answer), _checkpoint(answer)]
+    parts.append([f"a checkpoint: {shown_size(answer.checkpoint_nbytes)}"])
     return "\n\n".join("\n".join(part) for part in parts if part)
 
 
@@ -97,28 +97,6 @@ def _step(answer: Answer) -> list[str]:
         rows.append(("activations", shown_seconds(time.activations), copies))
     rows.append(("tokens/s", f"{rate:,.0f}", f"{shown_rate(flops, 'FLOP/s')} a rank"))
     return [*_aligned(rows, left=(0, 2))]
-
-
-def _other_gradients(answer: Answer) -> list[str]:
-    """Returns a line about the run with the other dtype of main gradients."""
-    if answer.other_main_grads is None:
-        return []
-    start, other = f"with --main-grads-dtype {answer.other_main_grads}: ", answer.other
-    if other is None:
-        return [f"{start}it does not fit"]
-    parts = [] if other.fraction is None else [f"offload fraction {other.fraction:g}"]
-    parts.append(f"{shown_size(other.memory.device_nbytes)} on the device")
-    if other.memory.host_nbytes:
-        parts.append(f"{shown_size(other.memory.host_nbytes)} on the host")
-    if other.time is not None:
-        parts.append(f"{shown_seconds(other.time.seconds)} a step")
-    return [start + ", ".join(parts)]
-
-
-def _checkpoint(answer: Answer) -> list[str]:
-    seconds = answer.checkpoint_seconds
-    took = "" if seconds is None else f", {shown_seconds(seconds)} to write"
-    return [f"a checkpoint: {shown_size(answer.checkpoint_nbytes)}{took}"]
 
 
 def _size(nbytes: int) -> str:

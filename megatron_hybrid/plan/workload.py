@@ -281,27 +281,36 @@ def exchanged_by(mixer: Mixer, batch: Microbatch) -> float:
 
     docs/long_context.md has the formulas.
     """
+    if batch.gathers and isinstance(mixer, GatedDeltaNetSpec):
+        inputs = (mixer.conv_kernel - 1) * (2 * mixer.key_size + mixer.value_size)
+        states = mixer.num_value_heads * mixer.key_head_dim
+        states *= mixer.key_head_dim + mixer.value_head_dim
+        of_sequence = inputs * batch.itemsize + states * torch.float32.itemsize
+        return 2.0 * batch.size * (batch.context_size - 1) * of_sequence
     others = (batch.context_size - 1) / batch.context_size
-    return 2.0 * batch.num_tokens * _sent_of_token(mixer, batch) * others
+    return batch.num_tokens * _sent_of_token(mixer, batch) * others
 
 
 def _sent_of_token(mixer: Mixer, batch: Microbatch) -> int:
-    """Returns a token's bytes in the exchanges of a forward, the part that stays included."""
+    """Returns a token's bytes in all exchanges, the part that stays included."""
     itemsize = batch.itemsize
     if isinstance(mixer, GatedDeltaNetSpec):
         keys = 2 * mixer.key_size * batch.num_head_copies(mixer.num_key_heads)
         rates = 2 * mixer.num_value_heads * torch.float32.itemsize
-        return (keys + 2 * mixer.value_size) * itemsize + rates
+        return 2 * ((keys + 2 * mixer.value_size) * itemsize + rates)
 
     if isinstance(mixer, LatentAttentionSpec):
         keys, result = mixer.query_size + mixer.value_size, mixer.value_size
-        keys *= batch.num_key_copies(mixer.num_heads)
+        copies = batch.num_head_copies(mixer.num_heads)
     else:
         keys, result = 2 * mixer.key_value_size, mixer.query_size
-        keys *= batch.num_key_copies(mixer.num_key_value_heads)
-    return itemsize * (keys if batch.gathers_keys else keys + mixer.query_size + result)
+        copies = batch.num_head_copies(mixer.num_key_value_heads)
+    if batch.gathers:
+        # In forward, again in backward, and their gradients.
+        return 3 * itemsize * keys * batch.context_size
+    return 2 * itemsize * (copies * keys + mixer.query_size + result)
 
 
 def _num_exchanges(mixer: Mixer, batch: Microbatch) -> int:
-    is_gathered = batch.gathers_keys and not isinstance(mixer, GatedDeltaNetSpec)
-    return 2 if is_gathered else 4
+    is_gathered = batch.gathers and not isinstance(mixer, GatedDeltaNetSpec)
+    return 3 if is_gathered else 4

@@ -13,9 +13,9 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from megatron_hybrid.checkpoint import command as checkpoint
 from tests.functional_tests.helpers.runner import assert_same_tensors, read_checkpoint, read_tensors
 from tests.functional_tests.helpers.runs import losses, published, refusal, train
+from tests.helpers.checkpoints import whole, write_checkpoint
 
 
 @pytest.fixture(scope="module")
@@ -171,21 +171,16 @@ def weights_of(root: Path) -> dict[str, torch.Tensor]:
 
 @pytest.fixture(scope="module")
 def imported(saved: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The weights of iteration 2, and nothing else, as our own tool makes a checkpoint of a
-    file.
-    """
+    """The weights of iteration 2, and nothing else, in our format."""
     root = tmp_path_factory.mktemp("imported")
-    assert checkpoint.main(["convert", str(saved / "iter_0000002"), str(root / "all.pt")]) == 0
-    state = torch.load(root / "all.pt", weights_only=True)
-    torch.save(
-        {key: value for key, value in state.items() if key.startswith("model.")},
-        root / "weights.pt",
-    )
-    assert (
-        checkpoint.main(["convert", str(root / "weights.pt"), str(root / "runs" / "iter_0000001")])
-        == 0
-    )
-    return root / "runs"
+    tensors = {
+        key: (tensor, whole(tensor))
+        for key, tensor in read_tensors(saved / "iter_0000002").items()
+        if key.startswith("model.")
+    }
+    state = {"format_version": 1, "progress": {"iteration": 1}}
+    write_checkpoint(root / "iter_0000001", tensors, {}, world_size=1, train_state=state)
+    return root
 
 
 @pytest.fixture(scope="module")

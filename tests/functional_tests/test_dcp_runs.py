@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from megatron_hybrid.checkpoint import command as checkpoint
 from tests.functional_tests.helpers.runs import losses, published, refusal, train
 from tests.helpers.ranks import run_ranks
 from tests.helpers.titan_llama import Sizes, own, trained_llama, windows_of
@@ -45,24 +44,6 @@ def test_a_run_begins_with_the_folder_once_and_then_goes_on_with_its_own_checkpo
     assert LOADED not in train(*again, world_size=2)
     assert published(runs) == ["iter_0000002", "iter_0000004"]
     assert losses(parts) == losses(whole)
-
-
-def test_an_imported_checkpoint_is_loaded_as_any_with_its_moments(saved, tmp_path):
-    root, direct, imported = (tmp_path / name for name in ("root", "a.jsonl", "b.jsonl"))
-    heads = ["--num-attention-heads", "4", "--num-query-groups", "2"]
-    argv = ["import", str(saved), str(root), "--dcp-key-map", str(TABLE), *heads]
-    assert checkpoint.main(argv) == 0
-
-    begins = [*MODEL, "--load-dcp", saved, "--dcp-key-map", TABLE]
-    train(*begins, "--metrics-jsonl", direct, world_size=2)
-    train(*MODEL, "--load", root, "--metrics-jsonl", imported, world_size=2)
-    assert losses(imported) == losses(direct)
-
-    # Weights alone take other first steps.
-    alone = tmp_path / "c.jsonl"
-    train(*MODEL, "--load", root, "--finetune", "--metrics-jsonl", alone, world_size=2)
-    assert losses(alone)[1] == losses(direct)[1]
-    assert losses(alone)[2] != losses(direct)[2]
 
 
 def test_a_folder_of_another_vocabulary_ends_the_run_and_names_the_flags(saved):

@@ -24,7 +24,8 @@ from megatron.training.checkpoint.hf_files import WEIGHTS_FILE
 from megatron.training.checkpoint.hf_weights import save_hf
 from megatron.training.checkpoint.resume import Resumer
 from megatron.training.tokenizer import build_tokenizer
-from megatron_hybrid import convert_hf, generate
+from megatron_hybrid import generate
+from megatron_hybrid.checkpoint import command as checkpoint
 from tests.functional_tests.helpers.runs import losses, published
 from tests.helpers.hf_models import FAMILIES, VOCAB, save_model
 from tests.helpers.ranks import run_ranks
@@ -96,21 +97,19 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     "family",
     [name if name in SHOWN else pytest.param(name, marks=pytest.mark.wide) for name in FAMILIES],
 )
-def test_a_model_is_imported_trained_and_exported_as_one_that_transformers_computes(
+def test_a_model_is_trained_and_exported_as_one_that_transformers_computes(
     transformers, tmp_path, family
 ):
-    folder, start, runs = (tmp_path / name for name in ("model", "start", "runs"))
+    folder, runs = tmp_path / "model", tmp_path / "runs"
     save_model(folder, family)
-    assert convert_hf.main(["import", str(folder), str(start)]) == 0
     metrics = tmp_path / "metrics.jsonl"
-    begins = ["--load", start, "--finetune", "--save", runs, "--metrics-jsonl", metrics]
-    run_ranks(2, run, flags(folder, *begins, *OFFLOADED))
+    run_ranks(2, run, flags(folder, "--save", runs, "--metrics-jsonl", metrics, *OFFLOADED))
     trained = losses(metrics)
     assert trained[1] == pytest.approx(cross_entropy(transformers, folder), abs=1e-4)
     assert len(set(trained.values())) == 3
 
     out = tmp_path / "out"
-    assert convert_hf.main(["export", str(runs), str(out), "--dtype", "fp32"]) == 0
+    assert checkpoint.main(["export", str(runs), str(out), "--dtype", "fp32"]) == 0
     theirs, report = transformers.AutoModelForCausalLM.from_pretrained(
         out, output_loading_info=True
     )
@@ -136,7 +135,7 @@ def test_checkpoints_of_a_run_open_in_transformers_as_they_stand(transformers, f
     ]
 
     # As an export writes it: the directory's tokenizer and generation config, too.
-    assert convert_hf.main(["export", str(runs), str(out), "--dtype", "fp32"]) == 0
+    assert checkpoint.main(["export", str(runs), str(out), "--dtype", "fp32"]) == 0
     hf = runs / checkpoint_name(3) / "hf"
     assert digests(hf) == digests(out)
     assert {"tokenizer.json", "config.json"} <= digests(hf).keys()
@@ -161,7 +160,7 @@ def test_rows_that_a_run_adds_to_the_vocabulary_are_trained_saved_and_exported(
     more = flags(folder, *ENGINES["offloaded"], "--vocab-size", VOCAB + 5, "--save", runs)
     run_ranks(2, run, [*more, "--exit-interval", "2"], str(begun))
     run_ranks(2, run, more)
-    assert convert_hf.main(["export", str(runs), str(out), "--dtype", "fp32"]) == 0
+    assert checkpoint.main(["export", str(runs), str(out), "--dtype", "fp32"]) == 0
     there, first = load_file(folder / WEIGHTS_FILE), load_file(begun / WEIGHTS_FILE)
     trained = transformers.AutoModelForCausalLM.from_pretrained(out).state_dict()
     for name in ("model.embed_tokens.weight", "lm_head.weight"):
@@ -245,7 +244,7 @@ def test_weights_are_read_at_the_start_of_a_fresh_run_alone(tmp_path):
     run_ranks(2, fail, flags(moved))
 
 
-def test_the_checkpoint_alone_tells_its_model_once_the_run_has_begun(tmp_path, monkeypatch):
+def test_the_checkpoint_alone_tells_its_model_once_the_run_has_begun(tmp_path, monkeypatch, capsys):
     """From any directory, and relative paths are those of the run. The directory's config.json and
     weights may be gone; its tokenizer is the run's.
     """
@@ -267,7 +266,17 @@ def test_the_checkpoint_alone_tells_its_model_once_the_run_has_begun(tmp_path, m
     model, tokenizer, seq_length = generate.load_model(runs, None)
     assert (model.config.num_layers, model.vocab_size, seq_length) == (2, 301, 16)
     assert tokenizer.vocab_size <= 301
-    assert convert_hf.main(["export", runs, "out"]) == 0
+    assert checkpoint.main(["export", runs, "out"]) == 0
     own = (project / "model" / "tokenizer.json").read_bytes()
     assert (elsewhere / "out" / "tokenizer.json").read_bytes() == own
     assert (elsewhere / "out" / "generation_config.json").exists()
+
+    # The tokenizer may have moved.
+    (project / "model").rename(elsewhere / "moved")
+    capsys.readouterr()
+    assert checkpoint.main(["export", runs, "again"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "expected the tokenizer in 'model'" in line
+    assert checkpoint.main(["export", runs, "again", "--tokenizer-model", "moved"]) == 0
+    assert capsys.readouterr().err.startswith("export: model, the base model of")
+    assert (elsewhere / "again" / "tokenizer.json").read_bytes() == own

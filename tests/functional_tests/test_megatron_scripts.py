@@ -1,14 +1,13 @@
 """Megatron-LM's launch scripts start after the changes that one message asks for.
 
 `megatron_scripts.yaml` has the flags of three of its scripts, with small sizes. Here the message is
-obeyed by a program, to the letter; and `megatron-flags` rewrites scripts of their forms.
+obeyed by a program, to the letter.
 """
 
 from __future__ import annotations
 
 import re
 import shlex
-import subprocess
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,7 +22,6 @@ from megatron.core.options import ConfigError
 from megatron.training.arguments import parse_command_line
 from megatron.training.pretrain import Outcome
 from megatron.training.tokenizer import HuggingFaceTokenizer, train_bpe
-from megatron_hybrid import megatron_flags
 from tests.functional_tests.helpers.runs import ROOT
 from tests.helpers.ranks import run_ranks
 
@@ -105,75 +103,11 @@ def test_a_script_trains_after_the_changes_that_one_message_asks_for(script, wor
     tokenizer = make_corpus(work) if "gpt3" in script else ""
     lines = message_about(words(flags))
     changed = obeyed(flags, lines, {"FILE": tokenizer})
+    parallel = {flag for flag in flags if flag.startswith(("--tensor", "--context", "--sequence"))}
+    assert "--tensor-model-parallel-size 2" in parallel <= {*changed}
 
     outcomes = run_ranks(NUM_RANKS, train, words(changed))
     # 10 samples in batches of 4 where the script counts samples, as in Megatron-LM.
     assert [outcome.iteration for outcome in outcomes] == [2] * NUM_RANKS
     assert outcomes[0].validation_loss is not None
     assert any((work / "checkpoints").iterdir()), "it has saved"
-
-
-def as_array(flags: list[str]) -> str:
-    """Every flag on a line of its own, as most of Megatron-LM's scripts have them."""
-    lines = "".join(f"    {flag}\n" for flag in flags)
-    return f"ARGS=(\n{lines})\ntorchrun --nproc_per_node 2 pretrain_gpt.py ${{ARGS[@]}}\n"
-
-
-def as_quoted_elements(flags: list[str]) -> str:
-    """Flag and value in one element, with a comment, and one array in another."""
-    lines = "".join(f'        "{flag}" # {number}\n' for number, flag in enumerate(flags))
-    return (
-        f"PRETRAIN=pretrain_gpt.py\nARGS=()\nif true; then\n    ARGS+=(\n{lines}    )\nfi\n"
-        'ALL=("${ARGS[@]}")\npython -m torch.distributed.run "$PRETRAIN" ${ALL[@]} "$@"\n'
-    )
-
-
-def as_string(flags: list[str]) -> str:
-    """A string over several lines, with values from variables."""
-    assigned, words_of_flags = [], []
-    for number, flag in enumerate(flags):
-        name, _, value = flag.partition(" ")
-        if value and " " not in value and "'" not in value:
-            assigned.append(f'V{number}="{value}"\n')
-            flag = f"{name} ${{V{number}}}"
-        words_of_flags.append(flag)
-    lines = " \\\n  ".join(words_of_flags)
-    return "".join(assigned) + f'ARGS="{lines}"\ntorchrun pretrain_gpt.py \\\n  $ARGS\n'
-
-
-def arguments_of(script: Path) -> list[str]:
-    """The arguments behind pretrain_gpt.py, from bash: the launcher prints them."""
-    show = 'shown() { printf "%s\\n" "$@"; }; torchrun() { shown "$@"; }; python() { shown "$@"; }'
-    command = f"{show}; source {shlex.quote(str(script))}"
-    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=True)
-    lines = done.stdout.splitlines()
-    # Bash keeps the quotes within quotes.
-    return [line.strip("'") for line in lines[lines.index("pretrain_gpt.py") + 1 :]]
-
-
-FORMS = dict(zip(SCRIPTS, [as_array, as_quoted_elements, as_string], strict=True))
-
-
-@pytest.mark.parametrize("script", SCRIPTS)
-def test_a_rewritten_script_means_what_the_message_asks_for(script, work, capsys):
-    flags = flags_of(script, work)
-    tokenizer = str(work / "tokenizer.json")
-    path = work / "train.sh"
-    path.write_text(FORMS[script](flags))
-    assert arguments_of(path) == [word.strip("'") for word in words(flags)], "it gives its flags"
-    if "gpt3" in script:
-        make_corpus(work)
-
-    left = megatron_flags.main([str(path), "--in-place", "--remove-unsupported"])
-    assert left == ("gpt3" in script), "its vocabulary is for the user to replace"
-    if left:
-        assert "use --tokenizer-model FILE." in capsys.readouterr().err
-        text = re.sub(r"--vocab-file [^\s\"]+", f"--tokenizer-model {tokenizer}", path.read_text())
-        path.write_text(text)
-
-    argv = arguments_of(path)
-    parsed = parse_command_line(argv, NUM_RANKS)
-    assert parsed.without_effect == ()
-    by_message = obeyed(flags, message_about(words(flags)), {"FILE": tokenizer})
-    assert parsed.config == parse_command_line(words(by_message), NUM_RANKS).config
-    assert not {*argv} - {word.strip("'") for word in words(by_message)}, "it gives no others"

@@ -14,7 +14,8 @@ import torch
 import pretrain_gpt
 import pretrain_vlm
 from megatron.core.options import ConfigError
-from megatron_hybrid import convert_hf, generate
+from megatron_hybrid import generate
+from megatron_hybrid.checkpoint import command as checkpoint
 from megatron_hybrid.picture_reader import PictureReader
 from megatron_hybrid.preprocess_multimodal import SampleMaker, preprocess
 from tests.functional_tests.helpers.runs import losses_of
@@ -233,7 +234,7 @@ def test_a_folder_is_trained_and_exported_as_one_that_transformers_reads(
         *TRAINING, *OFFLOADED,
     ]  # fmt: skip
     run_ranks(2, run, [str(word) for word in argv])
-    assert convert_hf.main(["export", str(runs), str(out), "--dtype", "fp32"]) == 0
+    assert checkpoint.main(["export", str(runs), str(out), "--dtype", "fp32"]) == 0
     for name in ("preprocessor_config.json", "tokenizer.json", "config.json"):
         assert (out / name).exists(), name
 

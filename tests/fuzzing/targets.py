@@ -20,8 +20,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import nn
 
 from megatron.core.datasets.builder import build_gpt_datasets
@@ -217,16 +215,9 @@ class CheckpointTool(Target):
     def read(self, folder: Path) -> Any:
         checkpoint = str(folder / NAME)
         commands = [["show", checkpoint], ["list", str(folder)], ["diff", checkpoint, checkpoint]]
-        commands += [["convert", checkpoint, str(folder / "all.safetensors")]]
         if self._format == "fsdp_dtensor":
             commands += [["verify", checkpoint]]
-        codes = {command[0]: called(checkpoint_tool, command) for command in commands}
-        found: dict[str, Any] = dict(codes)
-        if found["convert"] == 0:
-            with safe_open(folder / "all.safetensors", framework="pt") as file:
-                tensors = {key: file.get_tensor(key) for key in sorted(file.keys())}
-                found["content"] = digest([tensors, sorted(file.metadata().items())])
-        return found
+        return {command[0]: called(checkpoint_tool, command) for command in commands}
 
 
 def called(tool: Any, arguments: list[str]) -> int:
@@ -238,41 +229,6 @@ def called(tool: Any, arguments: list[str]) -> int:
     assert len(lines) == (code == 2), f"one line for exit code 2, got {code} and {lines}"
     assert all(line.isprintable() for line in lines), lines
     return code
-
-
-class SingleFile(Target):
-    """`python -m megatron_hybrid checkpoint convert` from a file to a checkpoint."""
-
-    def __init__(self, name: str, suffix: str) -> None:
-        super().__init__(name)
-        self._file = f"source.{suffix}"
-
-    def make(self, folder: Path) -> None:
-        generator = torch.Generator().manual_seed(1)
-        tensors = {
-            "model.w": torch.randn(5, 3, generator=generator),
-            "model.b": torch.randn(4, generator=generator).bfloat16(),
-            "model.n": torch.arange(3),
-        }
-        path = folder / self._file
-        if path.suffix == ".safetensors":
-            save_file(tensors, str(path), metadata={"format": "pt", "extra": '{"lr": [0.5, null]}'})
-        else:
-            nested = {key.removeprefix("model."): value for key, value in tensors.items()}
-            torch.save({"model": nested, "extra": {"lr": [0.5, None]}}, path)
-
-    def read(self, folder: Path) -> Any:
-        target = folder / "imported" / NAME
-        code = called(checkpoint_tool, ["convert", str(folder / self._file), str(target)])
-        if code:
-            assert code == 2, "errors of a conversion"
-            assert not target.exists(), "nothing half"
-            return {"code": code}
-        written = hashlib.sha256()
-        for path in sorted(target.iterdir()):
-            if path.suffix == ".distcp":
-                written.update(path.read_bytes())
-        return {"code": 0, "content": written.hexdigest()[:32]}
 
 
 class Weights(Target):
@@ -481,8 +437,6 @@ _TARGETS: list[Target] = [
     Run("torch_dcp weights", "torch_dcp", finetune=True),
     CheckpointTool("tool", "fsdp_dtensor"),
     CheckpointTool("tool on torch_dcp", "torch_dcp"),
-    SingleFile("pt", "pt"),
-    SingleFile("safetensors", "safetensors"),
     Weights("weights"),
     DataSet("data set"),
     TokenizerFiles("tokenizer"),

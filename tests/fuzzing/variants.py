@@ -21,7 +21,6 @@ from megatron.core.dist_checkpointing.format.manifest import (
 from tests.fuzzing.edits import damaged, pick, text, yaml
 from tests.fuzzing.harness import Files, Place
 from tests.fuzzing.prepared import (
-    archive,
     array,
     chunk_index,
     exchanged,
@@ -74,7 +73,6 @@ _BY_ENDING: dict[str, list[Mutation]] = {
     ".jsonl": [text],
     ".txt": [text],
     ".yaml": [yaml, yaml, text],
-    ".pt": [archive, archive],
     ".npy": [array, array],
     ".safetensors": [safetensors, safetensors],
     ".distcp": [],

@@ -16,7 +16,7 @@ from torch import nn
 
 from megatron.core.config import ExecutionConfig
 from megatron.core.device import Device
-from megatron.core.distributed.config import DataParallelConfig
+from megatron.core.distributed.config import A2A, ALL_GATHER, DataParallelConfig
 from megatron.core.mesh import build_mesh
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.models.multimodal.vision_language_model import Images
@@ -44,14 +44,15 @@ Batch = dict[str, Any]
 
 
 class Case(NamedTuple):
-    """A model, its batch of a step on this rank, its forward pass, and how many ranks divide each
-    sequence.
+    """A model, its batch of a step on this rank, its forward pass, how many ranks divide each
+    sequence, and what these ranks exchange.
     """
 
     build: Callable[[], nn.Module]
     batch: Callable[[int], Batch]
     forward_step: Callable[[nn.Module, Batch], torch.Tensor]
     context_size: int = 1
+    comm_type: str = A2A
 
     @property
     def has_images(self) -> bool:
@@ -114,11 +115,13 @@ def _images_step(model: nn.Module, batch: Batch) -> torch.Tensor:
     ).mean()
 
 
+_DIVIDED = Case(
+    _documents_model, partial(_documents_batch, rank=0), _documents_step, context_size=2
+)
 CASES = {
     "documents": Case(_documents_model, _documents_batch, _documents_step),
-    "documents, divided": Case(
-        _documents_model, partial(_documents_batch, rank=0), _documents_step, context_size=2
-    ),
+    "documents, divided": _DIVIDED,
+    "documents, divided and gathered": _DIVIDED._replace(comm_type=ALL_GATHER),
     "images": Case(vision_models.build, _images_batch, _images_step),
     FROZEN: Case(_frozen_vision_model, _images_batch, _images_step),
 }
@@ -146,6 +149,7 @@ def _course(
             main_grads_dtype="bf16",
             megatron_fsdp_grad_comm_dtype="bf16",
             context_parallel_size=case.context_size,
+            cp_comm_type=case.comm_type,
         ),
         train_iters=STEPS,
         execution=execution,
@@ -194,6 +198,7 @@ def _on_device(name: str, behaviour: Behaviour) -> list[Any]:
     [
         "documents",
         "documents, divided",
+        "documents, divided and gathered",
         "images",
         pytest.param("images, frozen", marks=pytest.mark.wide),
     ],

@@ -2,11 +2,34 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from megatron.core.dtype_names import FLOAT_NAMES
 from megatron.core.log import counted
 from megatron.core.options import YEAR_SECONDS, check_options, expect, option, resolve_default
+from megatron.core.transformer.spec import GatedDeltaNetSpec, Mixer
+
+A2A, ALL_GATHER = "a2a", "all_gather"  # of --cp-comm-type
+
+
+def check_heads(
+    mixers: Iterable[Mixer], num_ranks: int, comm_type: str, tensor_size: int = 1
+) -> None:
+    """ConfigError unless so many ranks of context parallelism can divide the heads of `mixers`,
+    where they exchange heads. Of these a rank has one of `tensor_size` equal parts.
+    """
+    if comm_type == ALL_GATHER:
+        return
+    share = "" if tensor_size == 1 else f" / --tensor-model-parallel-size {tensor_size}"
+    for mixer in mixers:
+        if isinstance(mixer, GatedDeltaNetSpec):
+            num_heads, kind = mixer.num_value_heads, "value heads of gated delta nets"
+        else:
+            num_heads, kind = mixer.num_heads, "attention heads"
+        expected = f"a divisor of the {num_heads} {kind}{share}, or --cp-comm-type {ALL_GATHER}"
+        is_divisor = num_heads // tensor_size % num_ranks == 0
+        expect(is_divisor, "--context-parallel-size", expected, num_ranks)
 
 
 @dataclass(frozen=True)
@@ -62,9 +85,10 @@ class DataParallelConfig:
         no_effect_unless="use_megatron_fsdp",
     )
     cp_comm_type: str = option(
-        "a2a",
-        "what these ranks exchange in attention: heads (a2a), or keys and values (all_gather)",
-        choices=("a2a", "all_gather"),
+        A2A,
+        "what these ranks exchange: heads for positions (a2a), or keys and values in attention and "
+        "states in delta nets (all_gather)",
+        choices=(A2A, ALL_GATHER),
     )
     main_grads_dtype: str = option(
         "fp32",
@@ -122,7 +146,7 @@ class DataParallelConfig:
             self.num_distributed_optimizer_instances,
         )
         expect(
-            self.cp_comm_type == "a2a" or self.context_parallel_size > 1,
+            self.cp_comm_type == A2A or self.context_parallel_size > 1,
             "--cp-comm-type",
             "--context-parallel-size of at least 2",
             self.context_parallel_size,

@@ -2,7 +2,9 @@
 
 Each rank of a group has a contiguous slice of each row. Most of a layer treats positions separately
 and needs no other rank. Mixers do: `PositionExchange` takes the place of `Attention.exchange` and
-`GatedDeltaNet.exchange`. Eight positions and four heads on two ranks:
+`GatedDeltaNet.exchange`. Eight positions and four heads on two ranks.
+
+With `a2a`:
 
     inputs      rank 0: positions 0-3 of heads 0-3      rank 1: positions 4-7 of heads 0-3
     to_heads    rank 0: positions 0-7 of heads 0, 1     rank 1: positions 0-7 of heads 2, 3
@@ -13,9 +15,11 @@ Each is one all-to-all, and the backward of either is the other, on gradients. B
 neither rounds. Queries, keys and values travel together, in the layout [positions, batch, channels
 of the receiving rank]: packing is one copy, and what arrives is read in place.
 
-With `all_gather` attention's queries stay, and every rank gathers the keys and values of all
-positions, which any number of ranks can do; in backward each rank adds up its share of their
-gradients, in fp32 and in the order of the ranks. Gated delta nets always exchange heads.
+With `all_gather` heads and positions stay, which any number of ranks can do. In attention every
+rank gathers the keys and values of all positions; in backward each rank adds up its share of their
+gradients, in fp32 and in the order of the ranks. Gated delta nets gather the last inputs of each
+slice, which the convolution reads, and what slices do to the state: see [Note: slices] in
+delta_rule.py.
 
 Exchanges are collectives of the thread that computes, on its current stream; see [Note: order of
 exchanges] in experts.py, whose invariant they keep: which exchanges there are does not depend on
@@ -25,7 +29,7 @@ the tokens.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -34,6 +38,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from megatron.core.distributed.config import ALL_GATHER, check_heads
 from megatron.core.distributed.fsdp.collectives import all_gather_on_device
 from megatron.core.distributed.fsdp.group_plan import THE_MODEL
 from megatron.core.issued_collectives import issuing
@@ -44,29 +49,9 @@ from megatron.core.transformer.gated_delta_net import GatedDeltaNet
 from megatron.core.transformer.moe_layer import MoELayer
 from megatron.core.transformer.router import Router
 from megatron.core.transformer.sequence_slice import SequenceSlice
-from megatron.core.transformer.spec import GatedDeltaNetSpec, Mixer
+from megatron.core.transformer.spec import Mixer
 
 Record = Callable[[nn.Module, bool], None]
-
-A2A, ALL_GATHER = "a2a", "all_gather"  # as --cp-comm-type has them
-
-
-def check_context(mixers: Iterable[Mixer], num_ranks: int, comm_type: str) -> None:
-    """ValueError unless so many ranks can divide the heads of a decoder's mixers, where they
-    exchange heads.
-    """
-    for mixer in mixers:
-        if isinstance(mixer, GatedDeltaNetSpec):
-            num_heads, kind, remedy = mixer.num_value_heads, "value heads of gated delta nets", ""
-        elif comm_type == A2A:
-            num_heads, kind, remedy = mixer.num_heads, "attention heads", ", or all_gather"
-        else:
-            continue
-        if num_heads % num_ranks:
-            raise ValueError(
-                f"Expected {kind} that {num_ranks} ranks of context parallelism can divide "
-                f"equally{remedy}, got {num_heads}."
-            )
 
 
 def divide_context(
@@ -83,9 +68,9 @@ def divide_context(
             travel, in the thread that computes.
 
     Raises:
-        ValueError: see `check_context`.
+        ConfigError: see `check_heads`.
     """
-    num_ranks = dist.get_world_size(group)
+    part = slice_of(group)
     mixers: dict[str, Attention | GatedDeltaNet] = {}
     specs: list[Mixer] = []
     for name, module in model.named_modules():
@@ -95,16 +80,14 @@ def divide_context(
         elif isinstance(module, GatedDeltaNet):
             mixers[name] = module
             specs.append(module.spec)
-    check_context(specs, num_ranks, comm_type)
+    check_heads(specs, part.size, comm_type)
 
     for name, module in mixers.items():
         noted = None if record is None else partial(record, module)
-        module.exchange = PositionExchange(group, comm_type, name or THE_MODEL, noted)
-
-    own = slice_of(group)
-    for part in model.modules():
-        if isinstance(part, (GPTModel, VisionLanguageModel, MoELayer, Router)):
-            part.sequence_slice = own
+        module.exchange = PositionExchange(part, group, comm_type, name or THE_MODEL, noted)
+    for module in model.modules():
+        if isinstance(module, (GPTModel, VisionLanguageModel, MoELayer, Router)):
+            module.sequence_slice = part
 
 
 def slice_of(group: dist.ProcessGroup) -> SequenceSlice:
@@ -128,6 +111,7 @@ class PositionExchange:
 
     def __init__(
         self,
+        part: SequenceSlice,
         group: dist.ProcessGroup,
         comm_type: str,
         name: str = THE_MODEL,
@@ -135,13 +119,13 @@ class PositionExchange:
     ) -> None:
         """
         Args:
+            group: the ranks that have the slices, of which `part` is this rank's.
             comm_type: "a2a" or "all_gather".
             name: name of the mixer, for messages.
             record: called before heads travel (False), and before their gradients do (True).
         """
-        self.rank = dist.get_rank(group)
-        self.num_ranks = dist.get_world_size(group)
-        self.gathers_keys = comm_type == ALL_GATHER
+        self.part = part
+        self.gathers = comm_type == ALL_GATHER
         self._group = group
         self._name = name
         self._record = record
@@ -166,7 +150,7 @@ class PositionExchange:
 
     def own(self, per_head: Tensor) -> Tensor:
         """See `ContextExchange.own`."""
-        return self._repeated(per_head, 0).chunk(self.num_ranks)[self.rank]
+        return self._repeated(per_head, 0).chunk(self.part.size)[self.part.rank]
 
     def all_to_all(self, sent: Tensor, *, is_backward: bool) -> Tensor:
         """Sends each rank its row of [ranks, ...]. The same shape, with the row of each rank."""
@@ -176,11 +160,11 @@ class PositionExchange:
             dist.all_to_all_single(received, sent, group=self._group)
         return received
 
-    def all_gather(self, sent: Tensor) -> Tensor:
-        """[ranks, ...]: the tensor of each rank, in forward."""
-        self._note(False)
-        received = sent.new_empty(self.num_ranks, *sent.shape)
-        with issuing(f"all-gather of the keys and values of {self._name}", sent):
+    def all_gather(self, sent: Tensor, *, is_backward: bool) -> Tensor:
+        """See `ContextExchange.all_gather`."""
+        self._note(is_backward)
+        received = sent.new_empty(self.part.size, *sent.shape)
+        with issuing(f"all-gather of the slices of {self._name}", sent):
             all_gather_on_device(received.flatten(), sent.flatten(), group=self._group)
         return received
 
@@ -193,7 +177,7 @@ class PositionExchange:
         The gradient of a head is the sum over its copies.
         """
         num_heads = part.shape[dim]
-        num_copies = math.lcm(num_heads, self.num_ranks) // num_heads
+        num_copies = math.lcm(num_heads, self.part.size) // num_heads
         return part if num_copies == 1 else part.repeat_interleave(num_copies, dim=dim)
 
 
@@ -201,7 +185,7 @@ def _send_heads(
     exchange: PositionExchange, parts: Sequence[Tensor], *, is_backward: bool
 ) -> tuple[Tensor, ...]:
     """[batch, seq / ranks, heads, dim] -> [batch, seq, heads / ranks, dim]."""
-    num_ranks = exchange.num_ranks
+    num_ranks = exchange.part.size
     # By the rank that gets them: [ranks, seq / ranks, batch, heads / ranks, dim]
     divided = [part.unflatten(2, (num_ranks, -1)).permute(2, 1, 0, 3, 4) for part in parts]
     sent = _packed(divided)
@@ -214,7 +198,7 @@ def _send_positions(
 ) -> tuple[Tensor, ...]:
     """[batch, seq, heads / ranks, dim] -> [batch, seq / ranks, heads, dim]."""
     # By the rank that gets them: [ranks, seq / ranks, batch, heads / ranks, dim]
-    divided = [part.transpose(0, 1).unflatten(0, (exchange.num_ranks, -1)) for part in parts]
+    divided = [part.transpose(0, 1).unflatten(0, (exchange.part.size, -1)) for part in parts]
     received = exchange.all_to_all(_packed(divided), is_backward=is_backward)
     return tuple(part.permute(2, 1, 0, 3, 4).flatten(2, 3) for part in _unpacked(received, divided))
 
@@ -275,7 +259,7 @@ class _Gather(torch.autograd.Function):
     def forward(ctx: Any, exchange: PositionExchange, *parts: Tensor) -> tuple[Tensor, ...]:
         ctx.exchange = exchange
         own = [part.transpose(0, 1) for part in parts]  # [seq / ranks, batch, heads, dim]
-        gathered = exchange.all_gather(_packed(own)).flatten(0, 1)
+        gathered = exchange.all_gather(_packed(own), is_backward=False).flatten(0, 1)
         return tuple(part.transpose(0, 1) for part in _unpacked(gathered, own))
 
     @staticmethod
@@ -283,7 +267,7 @@ class _Gather(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         exchange = ctx.exchange
         whole = [part.transpose(0, 1) for part in gradients]  # [seq, batch, heads, dim]
-        sent = _packed(whole).unflatten(0, (exchange.num_ranks, -1))
+        sent = _packed(whole).unflatten(0, (exchange.part.size, -1))
         received = exchange.all_to_all(sent, is_backward=True)
         wide = torch.promote_types(sent.dtype, torch.float32)
         own = received.sum(0, dtype=wide).to(sent.dtype)

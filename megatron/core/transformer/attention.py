@@ -27,7 +27,7 @@ class SelfAttention(Attention):
         hidden_size: width of the residual stream.
         init_std: standard deviation of the initial weights and of learned sinks.
         output_init_std: that of the output projection.
-        recomputes_core: see `Attention`.
+        recompute_granularity: see `Attention`.
     """
 
     def __init__(
@@ -37,9 +37,9 @@ class SelfAttention(Attention):
         *,
         init_std: float,
         output_init_std: float,
-        recomputes_core: bool = False,
+        recompute_granularity: str | None = None,
     ) -> None:
-        super().__init__(spec, spec.dropout, recomputes_core)
+        super().__init__(spec, spec.dropout, recompute_granularity)
         self.spec = spec
         self.init_std = init_std
 

@@ -39,10 +39,11 @@ from torch.utils.checkpoint import checkpoint
 from megatron.core.autocast import without_autocast
 from megatron.core.drivers import kernels_of
 from megatron.core.products import is_slow
-from megatron.core.transformer.context_exchange import ContextExchange
 from megatron.core.transformer.documents import Documents
 from megatron.core.transformer.fused_weight import Linear
+from megatron.core.transformer.kernel_results import keep_kernel_results
 from megatron.core.transformer.rotary import RotaryAngles
+from megatron.core.transformer.sequence_slice import ContextExchange, SequenceSlice
 from megatron.core.transformer.spec import AttentionSpec, Sinks
 from megatron.core.transformer.tensor_exchange import TensorExchange, scattered_linear
 from megatron.core.transformer.varlen_attention import attend_varlen, padded, suits_varlen
@@ -70,8 +71,8 @@ class Attention(nn.Module, abc.ABC):
     Args:
         core_spec: the arithmetic once each head has its query, key and value.
         dropout: probability to leave out a weight in training.
-        recomputes_core: a training forward keeps queries, keys and values only, and backward
-            computes the attention again.
+        recompute_granularity: see TransformerConfig. "selective": a training forward keeps queries,
+            keys and values only, and backward computes the attention again.
 
     Attributes:
         sinks: [num_heads], the sinks' logits, if they are learned.
@@ -87,11 +88,13 @@ class Attention(nn.Module, abc.ABC):
     tensor: TensorExchange | None = None
     tensor_dims: Mapping[str, int] = {"sinks": 0}
 
-    def __init__(self, core_spec: AttentionSpec, dropout: float, recomputes_core: bool) -> None:
+    def __init__(
+        self, core_spec: AttentionSpec, dropout: float, recompute_granularity: str | None
+    ) -> None:
         super().__init__()
         self.core_spec = core_spec
         self._dropout = dropout
-        self.recomputes_core = recomputes_core
+        self._recompute_granularity = recompute_granularity
         self.sinks: nn.Parameter | None = None
 
     def forward(
@@ -131,7 +134,7 @@ class Attention(nn.Module, abc.ABC):
 
     def core(self, mixed: tuple[Tensor, ...], documents: Documents | None) -> Tensor:
         """Returns each head's weighted sums of values: [batch, heads, seq, value_dim]."""
-        if self.exchange is None or self.exchange.gathers_keys:
+        if self.exchange is None or self.exchange.gathers:
             return self._recomputable_core(mixed, documents)
 
         heads = self.exchange.to_heads(*(part.transpose(1, 2) for part in mixed))
@@ -141,22 +144,28 @@ class Attention(nn.Module, abc.ABC):
 
     def _recomputable_core(self, mixed: tuple[Tensor, ...], documents: Documents | None) -> Tensor:
         query, key, value = mixed
-        if not (self.recomputes_core and self.training and torch.is_grad_enabled()):
-            return self._core_attention(query, key, value, documents)
-        output: Tensor = checkpoint(
-            self._core_attention, query, key, value, documents, use_reentrant=False
-        )
-        return output
+        has_gradients, granularity = torch.is_grad_enabled(), self._recompute_granularity
+        if has_gradients and self.training and granularity == "selective":
+            output: Tensor = checkpoint(
+                self._core_attention, *mixed, documents, use_reentrant=False
+            )
+            return output
+        gathers = self.exchange is not None and self.exchange.gathers
+        if has_gradients and gathers and granularity is None:
+            # Keys and values of whole rows would be kept. A layer that is recomputed as a whole
+            # gathers them again anyway.
+            return keep_kernel_results(self._core_attention, *mixed, documents)
+        return self._core_attention(query, key, value, documents)
 
     def _core_attention(
         self, query: Tensor, key: Tensor, value: Tensor, documents: Documents | None
     ) -> Tensor:
         exchange, spec, sinks = self.exchange, self.core_spec, self.sinks
         dropout = self._dropout if self.training else 0.0
-        if exchange is not None and exchange.gathers_keys:
+        if exchange is not None and exchange.gathers:
             keys, values = exchange.gather(key.transpose(1, 2), value.transpose(1, 2))
             heads = query, keys.transpose(1, 2), values.transpose(1, 2)
-            return _attend_from_slice(heads, exchange.rank, (spec, sinks, dropout), documents)
+            return _attend_from_slice(heads, exchange.part, (spec, sinks, dropout), documents)
 
         own_sinks = sinks if exchange is None or sinks is None else exchange.own(sinks)
         if documents is None:
@@ -169,31 +178,30 @@ class Attention(nn.Module, abc.ABC):
 
 def _attend_from_slice(
     heads: tuple[Tensor, Tensor, Tensor],
-    number: int,
+    part: SequenceSlice,
     options: tuple[AttentionSpec, Tensor | None, float],
     documents: Documents | None,
 ) -> Tensor:
-    """Attention of one slice of each row, the one with this number, to whole rows.
+    """Attention of a part of each row to whole rows.
 
     Args:
-        heads: queries [batch, heads, seq / slices, head_dim], keys and values [batch, groups, seq,
+        heads: queries [batch, heads, seq / ranks, head_dim], keys and values [batch, groups, seq,
             dim].
         options: see `attend`.
         documents: documents of whole rows.
     """
     query, key, value = heads
-    length, seq_length = query.shape[2], key.shape[2]
-    start, stop = number * length, (number + 1) * length
+    own, seq_length = part.of_rank(query.shape[2]), key.shape[2]
     if documents is None:
-        return attend(query, key[:, :, :stop], value[:, :, :stop], *options)
+        return attend(query, key[:, :, : own.stop], value[:, :, : own.stop], *options)
 
     key, value = _in_one_row(key), _in_one_row(value)
     outputs = []
-    for row, own in enumerate(query.split(1)):
-        before = row * seq_length
-        first, reached = documents.reach(before + start, before + stop)
-        keys, values = (part[:, :, first : before + stop] for part in (key, value))
-        outputs.append(attend(own, keys, values, *options, reached))
+    for row, queries in enumerate(query.split(1)):
+        start, stop = (row * seq_length + position for position in (own.start, own.stop))
+        first, reached = documents.reach(start, stop)
+        keys, values = (each[:, :, first:stop] for each in (key, value))
+        outputs.append(attend(queries, keys, values, *options, reached))
     return torch.cat(outputs)
 
 

@@ -15,12 +15,24 @@ several chunks, a segment, at a time.
 a segment's chunks anew from there. Everything else lives for one segment, whose size does not
 depend on the sequence: memory grows by the inputs and a state for each segment, and the time per
 position does not grow at all.
+
+[Note: slices] The state after a slice of a sequence is an affine function of the state before it,
+S_after = M S_before + U, with M [key_dim, key_dim] and U [key_dim, value_dim]. With context
+parallelism each rank computes M and U of its slice, the ranks gather both, and each composes the
+functions of the earlier slices, which gives the state before its slice. In backward, the gradient
+of S_before is M^T times the gradient of S_after, plus G, the gradient through the outputs of the
+slice. The ranks gather M and G, and each composes the functions of the later slices. The number of
+bytes sent does not depend on the length of the sequence.
+
+M and U are the result of one scan that starts from [0 | I]. The values of the columns of I are
+zero, so decays and corrections are all that changes these columns.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -36,7 +48,9 @@ from megatron.core.transformer.delta_rule_segment import (
     scan_segment,
     segment_gradients,
     segment_output,
+    state_gradient,
 )
+from megatron.core.transformer.sequence_slice import ContextExchange
 
 # Added to the square of a query's or key's length, as by the published kernels.
 NORM_EPS = 1e-6
@@ -63,6 +77,7 @@ def gated_delta_rule(
     beta: Tensor,
     *,
     chunk_size: int = _CHUNK_SIZE,
+    exchange: ContextExchange | None = None,
 ) -> Tensor:
     """The outputs of the recurrence above, from a state of zeros, for each sequence of the batch.
 
@@ -80,6 +95,8 @@ def gated_delta_rule(
         beta: [batch, seq, value_heads], from 0 (no write) to 1 (the value is replaced).
         chunk_size: how many positions are computed as matrices. It changes the speed, and results
             by roundings only.
+        exchange: the ranks that have slices of these sequences, this rank's being the inputs; None:
+            the inputs are whole sequences.
 
     Returns:
         [batch, seq, value_heads, value_dim], value's dtype.
@@ -89,7 +106,7 @@ def gated_delta_rule(
     """
     _check_shapes(query, key, value, log_decay, beta, chunk_size)
     apply: Any = _GatedDeltaRule.apply  # torch declares it without types
-    output: Tensor = apply(query, key, value, log_decay, beta, chunk_size)
+    output: Tensor = apply(query, key, value, log_decay, beta, chunk_size, exchange)
     return output
 
 
@@ -164,7 +181,7 @@ class _Rows:
 
 
 class _GatedDeltaRule(torch.autograd.Function):
-    """See [Note: segments]."""
+    """See [Note: segments] and [Note: slices]."""
 
     @staticmethod
     def forward(
@@ -175,6 +192,7 @@ class _GatedDeltaRule(torch.autograd.Function):
         log_decay: Tensor,
         beta: Tensor,
         chunk_size: int,
+        exchange: ContextExchange | None,
     ) -> Tensor:
         batch, seq, heads, value_dim = value.shape
         rows = _Rows(
@@ -189,7 +207,11 @@ class _GatedDeltaRule(torch.autograd.Function):
         state = torch.zeros(state_shape, dtype=rows.dtype, device=value.device)
         starts = state.new_empty(len(spans), *state_shape)
         output = torch.empty_like(value, memory_format=torch.contiguous_format)
+        transition = None
         with without_autocast(value.device):
+            if exchange is not None:
+                segments = (_segment(rows, span, *inputs) for span in spans)
+                state, transition = _state_before(exchange, segments, state)
             for i, span in enumerate(spans):
                 starts[i] = state
                 segment = _segment(rows, span, *inputs)
@@ -197,19 +219,25 @@ class _GatedDeltaRule(torch.autograd.Function):
                 rows.write(segment_output(segment, scan), output[:, span])
                 state = scan.end
 
-        ctx.save_for_backward(*inputs, starts)
-        ctx.rows, ctx.spans = rows, spans
+        ctx.save_for_backward(*inputs, starts, transition)
+        ctx.rows, ctx.spans, ctx.exchange = rows, spans, exchange
         return output
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        *inputs, starts = ctx.saved_tensors
+        *inputs, starts, transition = ctx.saved_tensors
         rows: _Rows = ctx.rows
         grads = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in inputs]
         grad_state = starts.new_zeros(starts.shape[1:])
 
         with without_autocast(starts.device):
+            if ctx.exchange is not None:
+                segments = (
+                    (_segment(rows, span, *inputs), rows.of(grad_output[:, span]))
+                    for span in reversed(ctx.spans)
+                )
+                grad_state = _grad_after(ctx.exchange, segments, grad_state, transition)
             # `reversed` of a tensor would copy all states.
             for start, span in zip(reversed(starts.unbind()), reversed(ctx.spans), strict=True):
                 segment = _segment(rows, span, *inputs)
@@ -229,7 +257,56 @@ class _GatedDeltaRule(torch.autograd.Function):
                 )
                 for grad, found_rows in zip(grads, by_input, strict=True):
                     rows.write(found_rows, _with_dim(grad[:, span]))
-        return *grads, None
+        return *grads, None, None
+
+
+def _state_before(
+    exchange: ContextExchange, segments: Iterable[Segment], zeros: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Returns the state before the slice of these segments, and the slice's M [heads, key_dim,
+    key_dim].
+
+    Args:
+        zeros: a state of zeros, [heads, key_dim, value_dim].
+    """
+    heads, key_dim, value_dim = zeros.shape
+    identity = torch.eye(key_dim, dtype=zeros.dtype, device=zeros.device).expand(heads, -1, -1)
+    state = torch.cat((zeros, identity), dim=2)
+    for segment in segments:
+        widened = replace(segment, value=F.pad(segment.value, (0, key_dim)))
+        state = scan_segment(widened, state).end
+
+    before = zeros
+    slices = exchange.all_gather(state, is_backward=False)
+    for earlier in slices[: exchange.part.rank]:
+        written, transition = earlier.split((value_dim, key_dim), dim=2)
+        before = torch.baddbmm(written, transition, before)
+    return before, state[:, :, value_dim:].clone()
+
+
+def _grad_after(
+    exchange: ContextExchange,
+    segments: Iterable[tuple[Segment, Tensor]],
+    zeros: Tensor,
+    transition: Tensor,
+) -> Tensor:
+    """Returns the gradient of the state after a slice, [heads, key_dim, value_dim].
+
+    Args:
+        segments: segments of the slice, the last one first, and the gradients of their outputs.
+        zeros: a gradient of zeros.
+        transition: the slice's M.
+    """
+    gradient = zeros
+    for segment, grad_output in segments:
+        gradient = state_gradient(segment, grad_output, gradient)
+
+    after = zeros
+    slices = exchange.all_gather(torch.cat((gradient, transition), dim=2), is_backward=True)
+    for later in reversed(slices[exchange.part.rank + 1 :].unbind()):
+        added, transition = later.split((zeros.shape[2], zeros.shape[1]), dim=2)
+        after = torch.baddbmm(added, transition.mT, after)
+    return after
 
 
 def state_nbytes(seq: int, heads: int, key_dim: int, value_dim: int, device_kind: str) -> int:

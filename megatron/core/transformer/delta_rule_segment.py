@@ -218,6 +218,12 @@ def segment_gradients(
     )
 
 
+def state_gradient(segment: Segment, grad_output: Tensor, grad_end: Tensor) -> Tensor:
+    """The gradient of the state before the segment, by itself; see `segment_gradients`."""
+    seen = grad_output * segment.from_start
+    return _scan_back(segment, seen, grad_output, grad_end)[2]
+
+
 def _scan_back(
     segment: Segment, seen: Tensor, grad_output: Tensor, grad_state: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:

@@ -110,6 +110,20 @@ class Documents:
             self._reach[start, stop] = first, Documents(tuple(lengths))
         return self._reach[start, stop]
 
+    def cut(self, part: range, seq_length: int) -> Documents:
+        """The documents of a part of each row of `seq_length` positions. The positions of the part
+        that are before a row's first one are a document by themselves.
+        """
+        if part not in self._cuts:
+            bounds, lengths = (0, *self._stops), list[int]()
+            for row in range(0, self.num_positions, seq_length):
+                start, stop = row + part.start, row + part.stop
+                first = bisect.bisect_right(bounds, max(start, row - 1))
+                inside = bounds[first : bisect.bisect_left(bounds, stop)]
+                lengths += (b - a for a, b in itertools.pairwise((start, *inside, stop)))
+            self._cuts[part] = Documents(tuple(lengths))
+        return self._cuts[part]
+
     def spread(self, gap: int, device: torch.device) -> tuple[Tensor, int]:
         """The new place of each position when `gap` places are put between documents.
 
@@ -143,6 +157,10 @@ class Documents:
 
     @cached_property
     def _reach(self) -> dict[tuple[int, int], tuple[int, Documents]]:
+        return {}
+
+    @cached_property
+    def _cuts(self) -> dict[range, Documents]:
         return {}
 
     @cached_property

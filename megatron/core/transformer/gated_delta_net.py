@@ -23,11 +23,11 @@ from megatron.core.drivers import kernels_of, why_triton_fails
 from megatron.core.fp32_module import Fp32Module
 from megatron.core.log import printable
 from megatron.core.transformer.causal_conv import CausalConv1d, causal_conv
-from megatron.core.transformer.context_exchange import ContextExchange
 from megatron.core.transformer.delta_rule import gated_delta_rule
 from megatron.core.transformer.documents import Documents
 from megatron.core.transformer.fused_weight import FusedLinear, FusedWeight, Linear
 from megatron.core.transformer.rotary import RotaryAngles
+from megatron.core.transformer.sequence_slice import ContextExchange
 from megatron.core.transformer.spec import GatedDeltaNetSpec
 from megatron.core.transformer.tensor_exchange import (
     TensorExchange,
@@ -192,6 +192,8 @@ class GatedDeltaNet(nn.Module):
         channels, log_decay, beta = mixed
         if self.exchange is None:
             return self._core(channels, log_decay, beta, documents)
+        if self.exchange.gathers:
+            return self._core_of_slice(self.exchange, channels, log_decay, beta, documents)
 
         *heads, log_decay, beta = self.exchange.to_heads(
             *self._by_head(channels, -1), log_decay.unsqueeze(-1), beta.unsqueeze(-1)
@@ -205,14 +207,54 @@ class GatedDeltaNet(nn.Module):
     def _convolution_weight(self) -> Tensor:
         """Of the channels of this rank's heads, from the weight of all, which is small."""
         weight: Tensor = self.conv1d.weight
-        if self.tensor is None and self.exchange is None:
+        exchange = None if self.exchange is None or self.exchange.gathers else self.exchange
+        if self.tensor is None and exchange is None:
             return weight
         heads = [*self._by_head(weight, 0)]
         if self.tensor is not None:
             heads = [part.chunk(self.tensor.num_ranks)[self.tensor.rank] for part in heads]
-        if self.exchange is not None:
-            heads = [self.exchange.own(part) for part in heads]
+        if exchange is not None:
+            heads = [exchange.own(part) for part in heads]
         return torch.cat([part.flatten(0, 1) for part in heads])
+
+    def _core_of_slice(
+        self,
+        exchange: ContextExchange,
+        channels: Tensor,
+        log_decay: Tensor,
+        beta: Tensor,
+        documents: Documents | None,
+    ) -> Tensor:
+        """As `core`, of this rank's slice of each row. PyTorch computes it on every device."""
+        convolved = self._convolved_slice(exchange, channels, documents)
+        query, key, value = self._by_head(convolved, -1)
+        if documents is not None:
+            own = exchange.part.of_rank(channels.shape[1])
+            is_start = torch.zeros(documents.num_positions, dtype=torch.bool, device=beta.device)
+            is_start.index_fill_(0, documents.starts(beta.device), True)
+            is_start = is_start.view(len(beta), -1)[:, own.start : own.stop]
+            log_decay = log_decay.masked_fill(is_start.unsqueeze(2), -math.inf)
+        return gated_delta_rule(query, key, value, log_decay, beta, exchange=exchange)
+
+    def _convolved_slice(
+        self, exchange: ContextExchange, channels: Tensor, documents: Documents | None
+    ) -> Tensor:
+        """The convolution of this rank's slice of each row, [batch, seq / ranks, channels] both."""
+        reach, length = self.spec.conv_kernel - 1, channels.shape[1]
+        if reach:
+            # The last inputs of all slices; before the first one are zeros.
+            (ends,) = exchange.gather(channels[:, -reach:].unsqueeze(2))
+            before = F.pad(ends.flatten(2), (0, 0, reach, 0))
+            start = exchange.part.rank * min(reach, length)
+            channels = torch.cat((before[:, start : start + reach], channels), dim=1)
+        if documents is None:
+            return causal_conv(self._convolution_weight(), channels)[:, reach:]
+
+        own = exchange.part.of_rank(length)
+        documents = documents.cut(range(own.start - reach, own.stop), length * exchange.part.size)
+        row = channels.flatten(0, 1).unsqueeze(0)
+        convolved = causal_conv(self._convolution_weight(), row, documents)
+        return convolved.view(channels.shape)[:, reach:]
 
     def _by_head(self, channels: Tensor, dim: int) -> Iterator[Tensor]:
         """Queries, keys and values, whose channels are at `dim`, as [..., heads, head_dim, ...]."""

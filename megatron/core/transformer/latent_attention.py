@@ -35,7 +35,7 @@ class LatentAttention(Attention):
         hidden_size: width of the residual stream.
         init_std: standard deviation of the initial weights.
         output_init_std: that of the output projection.
-        recomputes_core: see `Attention`.
+        recompute_granularity: see `Attention`.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class LatentAttention(Attention):
         *,
         init_std: float,
         output_init_std: float,
-        recomputes_core: bool = False,
+        recompute_granularity: str | None = None,
     ) -> None:
         core_spec = AttentionSpec(
             num_heads=spec.num_heads,
@@ -53,7 +53,7 @@ class LatentAttention(Attention):
             head_dim=spec.head_dim,
             scale=spec.scale,
         )
-        super().__init__(core_spec, spec.dropout, recomputes_core)
+        super().__init__(core_spec, spec.dropout, recompute_granularity)
         self.spec = spec
 
         def fused(in_features: int, *sections: tuple[str, int], num_heads: int = 1) -> FusedLinear:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -69,7 +69,7 @@ class TransformerLayer(nn.Module):
             hidden_size,
             init_std=init_std,
             output_init_std=output_init_std,
-            recomputes_core=recompute_granularity == "selective",
+            recompute_granularity=recompute_granularity,
         )
         self.post_self_attn_layernorm = (
             None if spec.post_norm is None else build_norm(spec.post_norm, hidden_size)
@@ -137,12 +137,18 @@ def _build_feed_forward(
 
 
 def _build_mixer(
-    spec: Mixer, hidden_size: int, *, init_std: float, output_init_std: float, recomputes_core: bool
+    spec: Mixer,
+    hidden_size: int,
+    *,
+    init_std: float,
+    output_init_std: float,
+    recompute_granularity: str | None,
 ) -> SelfAttention | LatentAttention | GatedDeltaNet:
     stds = {"init_std": init_std, "output_init_std": output_init_std}
     if isinstance(spec, GatedDeltaNetSpec):
         # Selective recomputation is about attention's scores, which a delta net does not have.
         return GatedDeltaNet(spec, hidden_size, **stds)
+    options: dict[str, Any] = {**stds, "recompute_granularity": recompute_granularity}
     if isinstance(spec, LatentAttentionSpec):
-        return LatentAttention(spec, hidden_size, recomputes_core=recomputes_core, **stds)
-    return SelfAttention(spec, hidden_size, recomputes_core=recomputes_core, **stds)
+        return LatentAttention(spec, hidden_size, **options)
+    return SelfAttention(spec, hidden_size, **options)

@@ -29,7 +29,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, NoReturn
 
 import yaml
@@ -43,7 +43,7 @@ FLAG = "--dcp-key-map"
 
 # Settings of the run that tables may name.
 COUNTS = ("num_attention_heads", "num_query_groups")
-_FIELDS = ("keys", "weights", "moments", "tied", "ignore", *COUNTS)
+_FIELDS = ("keys", "weights", "moments", "tied", "ignore")
 _PLACEHOLDER = re.compile(r"\{(\w+)\}")
 _YAML_NUMBER = re.compile(r"[1-9]\d{0,8}")
 
@@ -64,7 +64,7 @@ class Heads:
     """The numbers of heads that a table may name, and our model's rotary embedding.
 
     Attributes:
-        counts: the known numbers, by the name of the run's setting.
+        counts: the numbers, by the name of the run's setting.
         rotary_percent: the share of a head's channels that are rotated.
         is_interleaved: whether our model pairs neighboring channels.
     """
@@ -160,11 +160,10 @@ class KeyMap:
         """Reads a table.
 
         Args:
-            heads: the heads of our model. The table must have unknown numbers that it uses.
+            heads: the heads of our model.
 
         Raises:
-            ConfigError: for an invalid table, and for numbers of heads that our model does not
-                have.
+            ConfigError: for an invalid table.
         """
         return _Reader(path, heads).read()
 
@@ -202,8 +201,6 @@ class _Reader:
         if unknown := [name for name in table if name not in _FIELDS]:
             self._fail("the table", f"only {', '.join(_FIELDS)}", unknown)
 
-        for name in COUNTS:
-            self._take_count(name, table.get(name))
         return KeyMap(
             self._path,
             tuple(self._rule(name, value) for name, value in table["keys"].items()),
@@ -237,14 +234,6 @@ class _Reader:
             return found
 
         return plain(node)
-
-    def _take_count(self, name: str, value: Any) -> None:
-        if value is None:
-            return
-        count, own = self._number(name, value), self._heads.counts.get(name)
-        if own not in (None, count):
-            self._fail(name, f"{own}, as the model has", count)
-        self._heads = replace(self._heads, counts={**self._heads.counts, name: count})
 
     def _rule(self, name: str, value: Any) -> KeyRule:
         groups, stack, parts = 1, None, value
@@ -324,11 +313,7 @@ class _Reader:
 
     def _number(self, what: str, value: Any) -> int:
         if value in COUNTS:
-            count = self._heads.counts.get(value)
-            if count is None:
-                flag = f"--{value.replace('_', '-')}"
-                self._fail(what, f"{flag} to be given, or {value} in the table", "neither")
-            return count
+            return self._heads.counts[value]
         if not isinstance(value, str) or _YAML_NUMBER.fullmatch(value) is None:
             self._fail(what, f"a number, or {' or '.join(COUNTS)}", value)
         return int(value)

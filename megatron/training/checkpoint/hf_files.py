@@ -363,16 +363,6 @@ class WeightFiles:
                 return added.clone()
             return torch.cat([file.read(name, Box(box.offsets, (num_kept, columns))), added])
 
-    def mapped(self, name: str) -> torch.Tensor:
-        """Returns a tensor over its mapped file, or a copy with the added rows. The file must not
-        change while the tensor is used.
-        """
-        if name in self._num_rows:
-            shape = self.shape(name)
-            return self.read(name, Box((0,) * len(shape), shape))
-        with self._reading(name):
-            return self._files[name].mapped(name)
-
     def _mean_row(self, name: str) -> torch.Tensor:
         if name not in self._means:
             there = self._files[name].mapped(name)

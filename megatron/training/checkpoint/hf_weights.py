@@ -184,18 +184,6 @@ def load_hf(model: nn.Module, folder: str | Path, *, adds_rows: bool = False) ->
     logger.info("loaded weights from %s", folder)
 
 
-def entries_to_load(model: nn.Module, files: WeightFiles) -> Sequence[tuple[Entry, RowMap]]:
-    """Returns a model's weights, which may be on meta, with their rows in a directory's tensors.
-    The vocabulary is extended to the model's rows.
-
-    Raises:
-        ConfigError, CheckpointError: as `load_hf`.
-    """
-    contents = _collect(model)
-    _add_rows(model, contents, files)
-    return _found(model, contents, files)
-
-
 @dataclass(frozen=True)
 class HfExport:
     """The directory `hf/` in a run's checkpoints: an `Export` of `megatron.core.dist_checkpointing`

@@ -196,8 +196,7 @@ def _schedule(
     source: str,
 ) -> LRSchedule:
     """Returns this run's schedule or the checkpoint's. ConfigError if no flag chooses."""
-    # Checkpoints imported with moments have no schedule.
-    if config.override_opt_param_scheduler or not info.schedule:
+    if config.override_opt_param_scheduler:
         return own
     try:
         saved = LRSchedule.from_state(info.schedule)

@@ -111,7 +111,7 @@ class RecoverInfo:
 
 
 def is_of_a_run(plain: dict[str, Any]) -> bool:
-    """Returns whether a `train_state.json` is from a run. Imported weights have no schedule."""
+    """Returns whether a `train_state.json` is from a run. Weights alone have no schedule."""
     return "schedule" in plain
 
 

@@ -8,7 +8,6 @@ from typing import Any
 
 import fsspec
 import pytest
-import safetensors.torch
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
@@ -185,69 +184,16 @@ def test_a_difference_that_is_no_number_is_json(tmp_path, run):
     assert run.json("diff", tmp_path / "a", tmp_path / "b")["keys"][0]["max_difference"] == "inf"
 
 
-def test_a_checkpoint_with_a_runs_state_is_known_and_keeps_its_iteration(tmp_path, torch_dcp, run):
+def test_a_checkpoint_with_a_runs_state_is_known(tmp_path, torch_dcp, run):
     step_info, schedule = StepInfo(iteration=10), LRSchedule.build(LRScheduleConfig(lr=1.0), 10)
     state = RecoverInfo(step_info, schedule.state()).to_plain()
     runs = tmp_path / "runs"
     write_checkpoint(runs / "iter_0000010", TENSORS, PLAIN, world_size=3, train_state=state)
-    torch.save({"model.weight": torch.ones(3)}, tmp_path / "weights.pt")
-    assert run("convert", tmp_path / "weights.pt", runs / "iter_0000020")[0] == 0
+    write_checkpoint(runs / "iter_0000020", TENSORS, PLAIN, world_size=3, train_state=TRAIN_STATE)
     shutil.copytree(torch_dcp, runs / "iter_0000030")
     assert [row["is_run"] for row in run.json("list", runs)] == [True, False, False]
     for name, is_run in (("iter_0000010", True), ("iter_0000020", False)):
         assert run.json("show", runs / name)["is_run"] is is_run
-
-    assert run("convert", runs / "iter_0000010", tmp_path / "all.pt")[0] == 0
-    code, line = run("convert", tmp_path / "all.pt", tmp_path / "in" / "iter_0000300")
-    assert (code, "iter_0000010" in line) == (2, True)
-    assert not (tmp_path / "in").exists()
-    assert run("convert", tmp_path / "all.pt", tmp_path / "in" / "iter_0000010")[0] == 0
-
-
-@pytest.mark.parametrize("name", ["all.pt", "all.safetensors"])
-def test_convert_moves_a_checkpoint_out_and_in_again(root, tmp_path, run, name):
-    code, printed = run("convert", root / "iter_0000010", tmp_path / name)
-    assert (code, printed) == (0, f"{tmp_path / name}: 3 tensors of 208 B\n")
-    path = tmp_path / name
-    state = (
-        torch.load(path, weights_only=True)
-        if path.suffix == ".pt"
-        else safetensors.torch.load_file(path)
-    )
-    assert torch.equal(state["model.embedding.weight"], TENSORS["model.embedding.weight"][0])
-    report = run.json("convert", path, tmp_path / "in" / "iter_0000300")
-    assert report == {"target": f"{tmp_path}/in/iter_0000300", "num_tensors": 3, "num_bytes": 208}
-    assert run("diff", root / "iter_0000010", tmp_path / "in" / "iter_0000300")[0] == 0
-    assert run("verify", tmp_path / "in" / "iter_0000300")[0] == 0
-    assert [row["state"] for row in run.json("list", tmp_path / "in")] == ["published"]
-
-
-def test_vanilla_dcp_loads_what_was_converted(tmp_path, run):
-    model = torch.nn.Linear(5, 3)
-    torch.save(model.state_dict(), tmp_path / "model.pt")
-    assert (
-        run(
-            "convert", tmp_path / "model.pt", tmp_path / "in" / "iter_0000001", "--prefix", "model."
-        )[0]
-        == 0
-    )
-    state = {"model": {name: torch.zeros_like(value) for name, value in model.state_dict().items()}}
-    dcp.load(state, checkpoint_id=tmp_path / "in" / "iter_0000001", no_dist=True)
-    assert torch.equal(state["model"]["weight"], model.weight)
-    assert torch.equal(state["model"]["bias"], model.bias)
-    report = run.json("show", tmp_path / "in" / "iter_0000001")
-    assert report["train_state"] == {"format_version": 1, "progress": {"iteration": 1}}
-
-
-def test_convert_overwrites_nothing(root, tmp_path, run):
-    (tmp_path / "all.pt").write_text("mine")
-    code, line = run("convert", root / "iter_0000010", tmp_path / "all.pt")
-    assert (code, f"{tmp_path}/all.pt" in line) == (2, True)
-    assert (tmp_path / "all.pt").read_text() == "mine"
-    assert run("convert", root / "iter_0000010", tmp_path / "new.pt")[0] == 0
-    code, line = run("convert", tmp_path / "new.pt", root / "iter_0000010")
-    assert code == 2
-    assert "Expected no checkpoint yet at" in line
 
 
 @pytest.mark.parametrize(
@@ -258,14 +204,6 @@ def test_convert_overwrites_nothing(root, tmp_path, run):
         ("show {0}", "Expected a checkpoint in {0}"),
         ("verify {0}/none", "Expected a checkpoint in {0}/none"),
         ("diff {0}/iter_0000010 {0}/none", "Expected a checkpoint in {0}/none"),
-        ("convert {0}/none {0}/x.pt", "Expected a checkpoint in {0}/none"),
-        ("convert {0}/none {0}/iter_0000020", "Expected a file to convert to iter_0000020"),
-        ("convert {0}/iter_0000010 {0}/iter_0000020", "Expected a file to convert to"),
-        ("convert {0}/iter_0000010 {0}/x.pt --prefix m.", "Expected --prefix for a checkpoint"),
-        (
-            "convert {0}/latest_checkpointed_iteration.txt {0}/iter_0000020",
-            "Expected what torch.save writes",
-        ),
     ],
 )
 def test_errors_are_one_line(root, run, arguments, message):
@@ -276,15 +214,15 @@ def test_errors_are_one_line(root, run, arguments, message):
     assert sorted(path.name for path in root.iterdir()) == before
 
 
-def test_a_store_behind_a_url_is_used_as_well(root, tmp_path, run):
+def test_a_store_behind_a_url_is_used_as_well(root, run):
     files, url = fsspec.filesystem("memory"), "memory://checkpoint_tool"
-    assert run("convert", root / "iter_0000010", tmp_path / "all.pt")[0] == 0
     try:
-        assert run("convert", tmp_path / "all.pt", f"{url}/iter_0000020")[0] == 0
+        files.put(str(root / "iter_0000010"), "/checkpoint_tool/iter_0000020", recursive=True)
         assert run("verify", f"{url}/iter_0000020")[0] == 0
         assert run("diff", f"{url}/iter_0000020", root / "iter_0000010")[0] == 0
         assert [row["state"] for row in run.json("list", url)] == ["published"]
         files.rm("/checkpoint_tool/iter_0000020/published.json")
+        files.touch("/checkpoint_tool/iter_0000020/begun.txt")
         assert [row["state"] for row in run.json("list", url)] == ["draft"]
     finally:
         files.rm("/checkpoint_tool", recursive=True)
@@ -294,3 +232,13 @@ def test_verify_says_of_the_other_format_that_it_has_no_digests(torch_dcp, run):
     code, line = run("verify", torch_dcp)
     assert code == 2
     assert "got one of the format torch_dcp, which has none" in line
+
+
+def test_an_unfinished_remote_checkpoint_is_none(root, run):
+    folder = root / "iter_0000010"
+    for file in ("published.json", "manifest_0.json"):
+        (folder / file).unlink()
+    assert run.json("show", folder)["format"] == "torch_dcp"
+    (folder / "begun.txt").touch()
+    code, line = run("show", folder)
+    assert (code, f"Expected a checkpoint in {folder}" in line) == (2, True)

@@ -75,7 +75,7 @@ def refused(capsys: pytest.CaptureFixture[str], *argv: str | Path) -> str:
 def test_transformers_computes_our_logits_from_an_exported_run(project, elsewhere, capsys):
     transformers = pytest.importorskip("transformers")
     run = project / "runs" / "mine"
-    exported = ["export", str(run), "gpt", "--format", "hf", "--dtype", "fp32"]
+    exported = ["export", str(run), "gpt", "--dtype", "fp32"]
     assert checkpoint.main(exported) == 0
     printed = capsys.readouterr().out
     assert printed.startswith("gpt: LlamaForCausalLM, 11 tensors of ")
@@ -116,7 +116,7 @@ def test_a_run_from_scratch_hands_on_its_chat_template_and_special_tokens(elsewh
     source = chat_tokenizer(elsewhere / "chat")
     settings = [word if word != "data/tokenizer.json" else "chat" for word in SETTINGS]
     run_ranks(1, train, str(elsewhere), [*settings, "--save-hf-weights"])
-    assert checkpoint.main(["export", "runs/mine", "gpt", "--format", "hf"]) == 0
+    assert checkpoint.main(["export", "runs/mine", "gpt"]) == 0
 
     before = transformers.AutoTokenizer.from_pretrained(source)
     for folder in ("gpt", "runs/mine/iter_0000002/hf"):
@@ -147,6 +147,10 @@ def test_run_checkpoint_and_export_write_the_same_text_from_any_folder(project, 
     whole = json.loads(capsys.readouterr().out)
     assert (whole["architecture"], whole["dtype"]) == ("LlamaForCausalLM", "float32")
     assert written(capsys, "--load", "gpt") == text
+
+    assert checkpoint.main([*exported[:2], "shards", "--max-shard-size", "20KB"]) == 0
+    assert (elsewhere / "shards" / "model.safetensors.index.json").exists()
+    capsys.readouterr()
 
     # Half as many bytes, unless something else is asked for.
     exported[2] = "half"
@@ -224,6 +228,9 @@ def test_errors_are_one_line(project, elsewhere, capsys):
     assert "Expected a checkpoint in none, got none" in refused(capsys, "export", "none", "gpt")
 
     assert checkpoint.main(["export", str(run), "gpt"]) == 0
+    with pytest.raises(SystemExit):
+        checkpoint.main(["export", str(run), "again", "--max-shard-size", "5XB"])
+    assert "--max-shard-size: expected a size such as" in capsys.readouterr().err
     line = refused(capsys, "export", "gpt", "again")
     assert "Expected a run or its checkpoint, got gpt, which is a Hugging Face" in line
     assert "--ckpt-step: expected a run" in refused(capsys, "export", "gpt", "x", "--ckpt-step=1")

@@ -3,15 +3,19 @@ from __future__ import annotations
 import json
 
 import pytest
+import tokenizers
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
 
 import pretrain_gpt
+from megatron.core.dist_checkpointing.formats import open_checkpoint, read_piece
+from megatron.core.dist_checkpointing.layout.boxes import Box
+from megatron.core.dist_checkpointing.store import LocalStore
 from megatron.core.drivers import CudaDriver
 from megatron_hybrid import generate
-from megatron_hybrid.checkpoint import command as checkpoint
-from tests.helpers.hf_models import begin_texts, save_model
+from tests.helpers.checkpoints import whole, write_checkpoint
+from tests.helpers.hf_models import TEXT, VOCAB, begin_texts, save_model
 from tests.helpers.ranks import run_ranks
 
 MODEL = {
@@ -156,15 +160,15 @@ def test_weights_without_a_run_write_the_same_text_with_a_config_file(tmp_path, 
     written = capsys.readouterr().out
     model, _, _ = generate.load_model(str(tmp_path / "run"), None)
 
-    # By our tool, and by PyTorch.
-    saved, imported = tmp_path / "run" / "iter_0000002", tmp_path / "imported" / "iter_0000001"
-    assert checkpoint.main(["convert", str(saved), str(tmp_path / "all.pt")]) == 0
-    tensors = torch.load(tmp_path / "all.pt")
-    weights = {key: value for key, value in tensors.items() if key.startswith("model.")}
-    torch.save(weights, tmp_path / "weights.pt")
-    assert checkpoint.main(["convert", str(tmp_path / "weights.pt"), str(imported)]) == 0
+    # In our format, and in PyTorch's.
+    imported = tmp_path / "imported" / "iter_0000001"
+    saved, weights = open_checkpoint(LocalStore(tmp_path / "run"), "iter_0000002"), {}
+    for key, tensor in saved.tensors.items():
+        if key.startswith("model."):
+            value = read_piece(saved, key, Box.whole(tensor.shape))
+            weights[key] = (value, whole(value))
+    write_checkpoint(imported, weights, {}, world_size=1)
     dcp.save(model.state_dict(), checkpoint_id=tmp_path / "plain", no_dist=True)
-    capsys.readouterr()
 
     settings = tmp_path / "run.yaml"
     settings.write_text("\n".join(f"{flag[2:]}: {value}" for flag, value in MODEL.items()))
@@ -209,3 +213,40 @@ def test_greedy_tokens_are_those_of_transformers_with_a_prefix(tmp_path, capsys)
             differs.append(found[0, inputs.shape[1] - 1 :].tolist() != new)
     assert any(differs), "it matters"
     assert written.startswith("texts start with")
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_next"])
+def test_the_likeliest_tokens_are_those_of_transformers(tmp_path, capsys, family):
+    """In fp32."""
+    transformers = pytest.importorskip("transformers")
+    folder = save_model(tmp_path / "model", family, dtype=torch.bfloat16)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    theirs.generation_config.eos_token_id = None
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"))
+    ids = tokenizer(TEXT[:12], return_tensors="pt")["input_ids"]
+    # Rows of the embedding beyond the tokenizer's ids are padding, which is never drawn here.
+    padding = list(range(len(tokenizer), theirs.config.vocab_size))
+    written = theirs.generate(
+        ids, max_new_tokens=12, do_sample=False, pad_token_id=0, suppress_tokens=padding
+    )
+    assert len(written[0]) == len(ids[0]) + 12, "nothing ended it"
+    expected = tokenizer.decode(written[0])
+
+    asked = ["--prompt", TEXT[:12], "--max-new-tokens", "12", "--temperature", "0"]
+    assert generate.main(["--load", str(folder), *asked]) == 0
+    assert capsys.readouterr().out == f"--- prompt: {TEXT[:12]!r}\n{expected}\n\n"
+
+
+def test_a_prompt_with_a_token_beyond_the_embedding_is_an_error(tmp_path, capsys):
+    folder = save_model(tmp_path / "model", "qwen3", dtype=torch.bfloat16)
+    tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    unused = range(tokenizer.get_vocab_size(), VOCAB)
+    tokenizer.add_tokens([*(f"<unused{number}>" for number in unused), "<pad>"])
+    tokenizer.save(str(folder / "tokenizer.json"))
+
+    asked = ["--load", str(folder), "--max-new-tokens", "3", "--temperature", "5", "--prompt"]
+    assert generate.main([*asked, "def main"]) == 0
+    assert "prompt: 'def main'" in capsys.readouterr().out
+    assert generate.main([*asked, "def <pad>"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"--prompt: expected token ids below the {VOCAB} rows" in line

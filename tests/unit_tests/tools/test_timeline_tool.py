@@ -8,7 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from PIL import Image
 
 from megatron.core.trace_file import (
     COMPUTE,
@@ -114,7 +113,7 @@ def test_errors_are_one_line(recording, tmp_path, capsys):
         ([tmp_path / "empty"], "trace_rank0.json"),
         ([tmp_path / "nowhere"], "No such file"),
         ([tmp_path / "other.json"], "other.json"),
-        ([recording, "--output", tmp_path / "a.pdf"], "a.pdf"),
+        ([recording, "--output", tmp_path / "a.png"], "a.png"),
         ([recording, "--merge", tmp_path / "all.json", "--json"], "--merge"),
         ([recording, write(tmp_path / "x", 1), "--merge", tmp_path / "all.json"], "0, 1, 1"),
     ):
@@ -153,7 +152,6 @@ def test_names_in_a_file_are_text_of_the_picture_and_never_markup(tmp_path, caps
     file.write_bytes(replace(trace, machine=hostile, slices=tuple(slices)).to_json())
     shown(capsys, file, "--output", tmp_path / "step.svg")
     assert r"<a>&\x00\ud800" in texts_of(tmp_path / "step.svg")
-    shown(capsys, file, "--output", tmp_path / "step.png")
 
 
 def texts_of(path: Path) -> set[str]:
@@ -172,20 +170,16 @@ def test_exposed_work_is_hatched_and_paler_than_hidden_work(tmp_path):
     assert widths[1] / sum(widths) == pytest.approx(5 / 30, abs=0.01)
 
 
-def test_a_png_is_drawn_of_an_iteration_with_nothing_but_a_disk(tmp_path, capsys):
+def test_an_iteration_with_nothing_but_a_disk_is_drawn(tmp_path, capsys):
     slices = (
         Slice(COMPUTE, ITERATION, "iteration 1", 0.0, 1e-6, 1),
         Slice(DISK, WORK, "write", 0.0, 0.0, 1),
     )
     file = tmp_path / "trace_rank0.json"
     file.write_bytes(Trace(0, 1, 0.0, "a machine", slices).to_json())
-    path = tmp_path / "step.png"
-    shown(capsys, file, "--output", path, "--theme", "dark")
-    with Image.open(path) as image:
-        assert image.format == "PNG"
-        colors = image.convert("RGB").getcolors(1 << 24) or []
-    assert max(colors)[1] == (0x0D, 0x11, 0x17), "the background"
-    assert len(colors) > 10, "and text on it"
+    path = tmp_path / "step.svg"
+    shown(capsys, file, "--output", path)
+    assert "checkpoint disk" in texts_of(path)
 
 
 def test_of_several_recordings_the_newest_is_shown(recording, capsys):

@@ -303,7 +303,7 @@ DELTA_NETS = (
         (f"{CONTEXT} 3", CONTEXT),
         (f"{CONTEXT} 2 --seq-length 15", "--seq-length"),
         (f"{CONTEXT} 4", CONTEXT),  # of 2 heads
-        (f"{CONTEXT} 4 --cp-comm-type all_gather {DELTA_NETS}", CONTEXT),
+        (f"{CONTEXT} 4 --num-attention-heads 4 {DELTA_NETS}", CONTEXT),  # of 2 value heads
         (f"{CONTEXT} 2 --global-batch-size 3", "--global-batch-size"),
         (f"{CONTEXT} 2 --use-torch-fsdp2", CONTEXT),
         ("--cp-comm-type all_gather", "--cp-comm-type"),
@@ -364,7 +364,7 @@ def test_ranks_that_divide_sequences_or_layers_do_not_add_to_the_batch():
         ]
     both = parse_config([*MINIMAL, TENSOR, "2", CONTEXT, "2", "--cp-comm-type", "all_gather"], 8)
     assert [both.parallel.data_parallel_rank(rank) for rank in range(8)] == [0] * 4 + [1] * 4
-    gathered = f"{CONTEXT} 4 --cp-comm-type all_gather"
+    gathered = f"{CONTEXT} 4 --cp-comm-type all_gather {DELTA_NETS}"
     assert parse_config([*MINIMAL, *gathered.split()], 8).global_batch_size == 2
 
 

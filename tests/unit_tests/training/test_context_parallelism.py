@@ -134,20 +134,26 @@ def test_sequences_are_divided_under_every_sharding_of_parameters() -> None:
     run_ranks(4, _with_other_sharding)
 
 
-def _offloaded(granularity: str | None) -> None:
-    case = CASES["documents and experts"]
+def _offloaded(name: str, kind: str, granularity: str | None) -> None:
+    case = CASES[name]
     recomputing = case._replace(model={**case.model, "recompute_granularity": granularity})
-    on_device = engine_of(case, 2)
+    on_device = engine_of(case, 2, cp_comm_type=kind)
     results = train(on_device, case)
     with random_delays(seed=3):
-        offloaded = engine_of(recomputing, 2, OFFLOADED, MOVING)
+        offloaded = engine_of(recomputing, 2, OFFLOADED, MOVING, cp_comm_type=kind)
         assert train(offloaded, case) == results
     assert differing(contents_of(offloaded), contents_of(on_device)) == []
 
 
 @pytest.mark.parametrize("granularity", [None, "full", "selective"])
-def test_neither_offloading_nor_recomputation_changes_a_bit(granularity: str | None) -> None:
-    run_ranks(4, _offloaded, granularity)
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [("documents and experts", "a2a"), ("delta nets and documents", "all_gather")],
+)
+def test_neither_offloading_nor_recomputation_changes_a_bit(
+    name: str, kind: str, granularity: str | None
+) -> None:
+    run_ranks(4, _offloaded, name, kind, granularity)
 
 
 def _compiled() -> None:

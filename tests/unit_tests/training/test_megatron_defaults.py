@@ -15,7 +15,7 @@ import yaml
 from megatron.core.options import Field
 from megatron.training.arguments import parse_config
 from megatron.training.config import all_options
-from megatron.training.flag_answers import answer_rows, megatron_switches
+from megatron.training.flag_answers import answer_rows
 from tests.helpers.doc_commands import section_of
 
 DEFAULTS: dict[str, Any] = yaml.safe_load(
@@ -108,14 +108,3 @@ def test_every_flag_of_megatrons_is_one_of_ours_or_has_an_answer():
     ]
     assert strangers == []
     assert len(DEFAULTS) > 800, "it is not vacuous"
-
-
-def test_the_switches_among_them_are_those_that_its_parser_has():
-    ours = {flag for field in all_options().values() for flag in (field.flag, field.off_flag)}
-    theirs = {flag for flag, value in DEFAULTS.items() if value is False and flag not in ours}
-    elsewhere = {
-        flag
-        for flag in megatron_switches() - theirs
-        if any(fnmatch.fnmatchcase(flag, name) for name in EARLIER | EXAMPLES)
-    }
-    assert theirs | elsewhere == megatron_switches()

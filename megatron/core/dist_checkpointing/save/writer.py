@@ -77,7 +77,7 @@ class Draft:
     iteration: int
     world_size: int
     is_cancelled: threading.Event
-    is_tracked: bool = True
+    is_tracked: bool
     shared_files: tuple[str, ...] = ()
 
     def path(self, file: str) -> str:

@@ -43,7 +43,7 @@ class Microbatch:
         exchanges_tokens: whether tokens travel to experts on other ranks, as many coming as going.
         context_size: ranks that divide each sequence. What attention and delta nets keep of whole
             sequences of some heads takes as much as of slices of all heads.
-        gathers_keys: whether attention has the keys and values of all of these ranks instead.
+        gathers: whether these ranks keep slices of all heads instead.
         tensor_size: ranks that divide each layer. What a layer keeps of all positions for some
             heads or channels takes as much as all of them for some positions.
     """
@@ -54,7 +54,7 @@ class Microbatch:
     device_kind: str
     exchanges_tokens: bool = False
     context_size: int = 1
-    gathers_keys: bool = False
+    gathers: bool = False
     tensor_size: int = 1
 
     @property
@@ -68,16 +68,12 @@ class Microbatch:
         return self.size * self.seq_length // self.context_size
 
     def num_head_copies(self, num_heads: int) -> int:
-        """How many ranks compute with each of these heads, where they exchange heads."""
+        """How many ranks keep the same positions of each of these heads."""
         num_own = max(1, num_heads // self.tensor_size)
         own_copies = num_own * self.tensor_size // num_heads
+        if self.gathers:
+            return own_copies
         return own_copies * math.lcm(num_own, self.context_size) // num_own
-
-    def num_key_copies(self, num_heads: int) -> int:
-        """How many ranks compute with each of these key heads of attention."""
-        if not self.gathers_keys:
-            return self.num_head_copies(num_heads)
-        return self.context_size * max(1, self.tensor_size // num_heads)
 
 
 @dataclass(frozen=True)
@@ -193,7 +189,7 @@ def _attention(spec: AttentionSpec, batch: Microbatch) -> int:
     if spec.has_output_gate:
         # The gates themselves, their sigmoids, and the product.
         elements += 3 * query
-    elements += 2 * key_value * (batch.num_key_copies(spec.num_key_value_heads) - 1)
+    elements += 2 * key_value * (batch.num_head_copies(spec.num_key_value_heads) - 1)
     nbytes = elements * batch.itemsize
     if spec.qk_norm is not None:
         nbytes += _norm_input(spec.qk_norm, query + key_value, 0, batch)
@@ -207,7 +203,7 @@ def _latent_attention(spec: LatentAttentionSpec, batch: Microbatch) -> int:
     latents = (spec.query_rank or 0) + spec.key_value_rank
     # Those of keys and values, of all positions on each rank.
     gathered = batch.tensor_size * (spec.key_value_rank + spec.rotary_dim)
-    copied = (spec.query_size + spec.value_size) * (batch.num_key_copies(spec.num_heads) - 1)
+    copied = (spec.query_size + spec.value_size) * (batch.num_head_copies(spec.num_heads) - 1)
     nbytes = (latents + 4 * spec.query_size + spec.value_size + copied) * batch.itemsize
     if batch.tensor_size > 1:
         nbytes += gathered * batch.itemsize
@@ -227,10 +223,14 @@ def _delta_net(spec: GatedDeltaNetSpec, batch: Microbatch) -> int:
 
 
 def _delta_states(spec: GatedDeltaNetSpec, batch: Microbatch) -> int:
-    """Of a microbatch: the states at the beginnings of segments."""
-    heads = batch.size * spec.num_value_heads // (batch.context_size * batch.tensor_size)
+    """Of a microbatch: the states at the beginnings of segments, and how a slice changes them."""
+    heads = batch.size * spec.num_value_heads // batch.tensor_size
     dims = spec.key_head_dim, spec.value_head_dim
-    return state_nbytes(batch.seq_length, heads, *dims, batch.device_kind)
+    if batch.context_size == 1 or not batch.gathers:
+        heads //= batch.context_size
+        return state_nbytes(batch.seq_length, heads, *dims, batch.device_kind)
+    states = state_nbytes(batch.seq_length // batch.context_size, heads, *dims, batch.device_kind)
+    return states + heads * spec.key_head_dim**2 * _FP32
 
 
 def _feed_forward(spec: FeedForward, hidden_size: int, batch: Microbatch) -> int:

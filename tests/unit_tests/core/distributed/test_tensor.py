@@ -17,7 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from benchmarks.helpers.memory import peak_bytes
-from megatron.core.distributed.context import A2A, ALL_GATHER, Record, divide_context
+from megatron.core.distributed.config import A2A, ALL_GATHER
+from megatron.core.distributed.context import Record, divide_context
 from megatron.core.distributed.experts import divide_experts
 from megatron.core.distributed.tensor import TensorGroup, check_tensor, divide_tensor
 from megatron.core.models.gpt.gpt_model import GPTModel, Places
@@ -31,11 +32,11 @@ from megatron.core.transformer.linear_cross_entropy import (
     linear_cross_entropy,
     weighted_cross_entropy,
 )
-from megatron.core.transformer.tensor_cut import TensorCut, tensor_cuts
+from megatron.core.transformer.tensor_cut import TensorCut
+from tests.helpers.divided_layers import take_parts
 from tests.helpers.ranks import on_ranks, run_ranks
 from tests.unit_tests.core.models.multimodal.helpers.their_images import image_batch
 from tests.unit_tests.core.models.multimodal.helpers.vision_models import VISION
-from tests.unit_tests.core.models.multimodal.helpers.vision_models import build as build_vision
 
 VOCAB, BATCH, SEQ = 96, 2, 48
 DENSE = {
@@ -122,25 +123,17 @@ def _model(options: dict[str, Any]) -> GPTModel:
     return model
 
 
+def _vision_model() -> VisionLanguageModel:
+    torch.manual_seed(3)
+    vision = replace(VISION, vision_deepstack_layers=(0,))
+    return VisionLanguageModel(TransformerConfig(**DENSE), vision, VOCAB)
+
+
 def _batch() -> tuple[Tensor, Tensor, Tensor]:
     """Tokens, labels, and weights of the losses."""
     generator = torch.Generator().manual_seed(5)
     tokens, labels = torch.randint(VOCAB, (2, BATCH, SEQ), generator=generator)
     return tokens, labels, torch.rand(BATCH, SEQ, generator=generator) / (BATCH * SEQ)
-
-
-def _take_parts(model: nn.Module, rank: int, num_ranks: int) -> dict[str, TensorCut]:
-    """Replaces the weights that ranks divide by the parts of this one."""
-    cuts = tensor_cuts(model)
-    names = {name: cuts[part] for name, part in model.named_parameters() if part in cuts}
-    for name, cut in names.items():
-        owner, _, own = name.rpartition(".")
-        module = model.get_submodule(owner)
-        whole = module.get_parameter(own)
-        cut.check(whole.shape, num_ranks, name)
-        part = cut.to_stored(whole.detach(), num_ranks).chunk(num_ranks)[rank]
-        setattr(module, own, nn.Parameter(part.clone()))
-    return names
 
 
 def _take_experts(model: nn.Module, rank: int, num_ranks: int) -> set[str]:
@@ -236,7 +229,7 @@ def _divided(
     if ranks.context_size > 1:
         divide_context(model, ranks.context, comm_type)
     divide_tensor(model, ranks.tensor, record)
-    return model, _take_parts(model, dist.get_rank(ranks.tensor), num_ranks)
+    return model, take_parts(model, dist.get_rank(ranks.tensor), num_ranks)
 
 
 def _compare(
@@ -280,7 +273,9 @@ def _compare(
             elif whole.dim() and name != "losses" and name not in experts:
                 part = _mean(part, ranks.tensor) * tensor_size
             errors[name] = float((part - whole).norm() / (whole.norm() + 1e-30))
-    wrong = {name: error for name, error in errors.items() if not error < 1e-6}
+    # Gradients of weights of norms are small sums of large terms of either sign.
+    limits = {name: 1e-5 if "." in name else 1e-6 for name in errors}
+    wrong = {name: error for name, error in errors.items() if not error < limits[name]}
     assert not wrong, wrong
 
 
@@ -301,7 +296,9 @@ def test_slices_of_rows_are_divided_further(options):
     run_ranks(4, _compare, partial(_model, options), run, 2)
 
 
-@pytest.mark.parametrize("name", ["grouped queries and SwiGLU", "windows and learned sinks"])
+@pytest.mark.parametrize(
+    "name", ["windows and learned sinks", "a gated delta net and gated attention"]
+)
 def test_ranks_that_gather_keys_are_divided_further(name):
     run = partial(_run_text, DOCUMENTS, True)
     run_ranks(4, _compare, partial(_model, MODELS[name]), run, 2, ALL_GATHER)
@@ -326,9 +323,7 @@ def test_tokens_of_all_ranks_reach_their_experts(num_ranks, tensor_size, expert_
 
 @pytest.mark.parametrize(("num_ranks", "tensor_size"), [(2, 2), (4, 2)])
 def test_a_decoder_of_images_is_divided_and_its_tower_is_not(num_ranks, tensor_size):
-    vision = replace(VISION, vision_deepstack_layers=(0,))
-    build = partial(build_vision, vision, untie_embeddings_and_output_weights=True)
-    run_ranks(num_ranks, _compare, build, _run_images, tensor_size)
+    run_ranks(num_ranks, _compare, _vision_model, _run_images, tensor_size)
 
 
 def _bits_and_records(granularity: str | None) -> tuple[list[Tensor], list[tuple[str, bool]]]:

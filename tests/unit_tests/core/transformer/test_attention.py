@@ -35,16 +35,16 @@ GATED = replace(
 SINKS = replace(GROUPED, sinks=Sinks.LEARNED)
 
 
-def _build(spec: AttentionSpec, recomputes_core: bool = False) -> SelfAttention:
+def _build(spec: AttentionSpec, granularity: str | None = None) -> SelfAttention:
     return SelfAttention(
-        spec, HIDDEN, init_std=0.02, output_init_std=0.01, recomputes_core=recomputes_core
+        spec, HIDDEN, init_std=0.02, output_init_std=0.01, recompute_granularity=granularity
     )
 
 
-def _attention(spec: AttentionSpec, recomputes_core: bool = False) -> SelfAttention:
+def _attention(spec: AttentionSpec, granularity: str | None = None) -> SelfAttention:
     """With weights large enough for the scores to matter."""
     torch.manual_seed(0)
-    attention = _build(spec, recomputes_core)
+    attention = _build(spec, granularity)
     for parameter in attention.parameters():
         nn.init.normal_(parameter, std=0.3)
     return attention
@@ -65,8 +65,8 @@ def test_recomputing_the_core_runs_it_twice_and_changes_no_bit(
     hidden = torch.randn(2, 8, HIDDEN)
     results, calls = [], []
     core = SelfAttention._core_attention
-    for recomputes_core in (False, True):
-        attention = _attention(replace(spec, dropout=0.3), recomputes_core)
+    for granularity in (None, "selective"):
+        attention = _attention(replace(spec, dropout=0.3), granularity)
         count: list[int] = []
 
         def counted(*args: Any, count: list[int] = count) -> Tensor:

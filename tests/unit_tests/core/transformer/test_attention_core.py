@@ -366,15 +366,15 @@ class CudaOnCpu(CudaDriver):
         return 256
 
 
-@pytest.mark.parametrize("recomputes_core", [False, True])
+@pytest.mark.parametrize("granularity", [None, "selective"])
 def test_documents_use_no_kernel_that_is_built_for_each_shape_in_recomputation_neither(
-    monkeypatch: pytest.MonkeyPatch, recomputes_core: bool
+    monkeypatch: pytest.MonkeyPatch, granularity: str | None
 ) -> None:
     torch.manual_seed(0)
     attention = SelfAttention(
-        BASE, 32, init_std=0.3, output_init_std=0.3, recomputes_core=recomputes_core
+        BASE, 32, init_std=0.3, output_init_std=0.3, recompute_granularity=granularity
     )
-    hidden, runs = torch.randn(1, 12, 32), 2 if recomputes_core else 1
+    hidden, runs = torch.randn(1, 12, 32), 1 if granularity is None else 2
     documents = Documents((5, 4, 3))
     expected = attention(hidden, documents=documents)
 

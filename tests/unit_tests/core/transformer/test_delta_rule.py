@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from megatron.core.distributed.config import ALL_GATHER
+from megatron.core.distributed.context import PositionExchange
 from megatron.core.transformer import delta_rule
 from megatron.core.transformer.delta_rule import gated_delta_rule
+from megatron.core.transformer.sequence_slice import SequenceSlice
+from tests.helpers.ranks import on_ranks
 
 NAMES = ("output", "query", "key", "value", "log_decay", "beta")
 
@@ -109,6 +115,29 @@ def test_chunks_give_what_the_recurrence_gives_forward_and_backward(
         errors = _errors(_inputs(seed, length, heads), dtype, chunk_size=chunk_size)
     bound = 1e-5 if dtype == torch.float32 else 1e-12
     assert max(errors.values()) < bound, errors
+
+
+@pytest.mark.parametrize("numel", [1, 6000])
+@on_ranks(3)
+def test_slices_give_what_whole_sequences_give_forward_and_backward(numel: int) -> None:
+    rank, inputs = dist.get_rank(), _inputs(2, 150)
+    # The state reaches over all slices, but for two heads that forget it in the second one.
+    inputs[3].clamp_(min=-0.02)
+    inputs[3][:, 70, 2:] = -torch.inf
+    weights = torch.randn(inputs[2].shape, generator=torch.Generator().manual_seed(4)).double()
+    expected = _with_gradients(gated_delta_rule, inputs, torch.float64, weights)
+
+    part = SequenceSlice(rank, 3, Tensor.clone)
+    exchange = PositionExchange(part, dist.group.WORLD, ALL_GATHER)
+    rule = partial(gated_delta_rule, chunk_size=7, exchange=exchange)
+    own, (own_weights, *wanted) = (
+        [whole.chunk(3, dim=1)[rank] for whole in tensors]
+        for tensors in (inputs, [weights, *expected])
+    )
+    with mock.patch.object(delta_rule, "segment_numel", return_value=numel):
+        found = _with_gradients(rule, own, torch.float64, own_weights)
+    for name, a, b in zip(NAMES, found, wanted, strict=True):
+        assert (a - b).abs().max() < 1e-12 * b.abs().max(), name
 
 
 @pytest.mark.gpu

@@ -172,3 +172,26 @@ def test_positions_of_another_shape_and_empty_documents_are_refused() -> None:
     for lengths in ((), (3, 0)):
         with pytest.raises(ValueError, match="at least one position each"):
             Documents(lengths)
+
+
+@settings(deadline=None)
+@given(
+    st.lists(st.lists(st.integers(1, 5), min_size=1, max_size=4), min_size=1, max_size=3),
+    st.integers(-6, 12),
+    st.integers(1, 12),
+)
+def test_a_part_of_each_row_has_the_documents_that_its_positions_are_in(rows, start, length):
+    seq_length = max(map(sum, rows)) + 1
+    rows = [[*row, seq_length - sum(row)] for row in rows]
+    part = range(start, min(max(start, 0) + length, seq_length))
+    if part.start >= part.stop:
+        return
+    found = Documents(tuple(length for row in rows for length in row)).cut(part, seq_length)
+
+    expected: list[int] = []
+    for row in rows:
+        # The document of each position; -1: before the row.
+        numbers = [number for number, length in enumerate(row) for _ in range(length)]
+        own = [-1 if position < 0 else numbers[position] for position in part]
+        expected += (own.count(number) for number in sorted(set(own)))
+    assert found.lengths == tuple(expected)

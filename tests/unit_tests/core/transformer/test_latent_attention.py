@@ -33,17 +33,13 @@ WIDE_VALUES = replace(SPEC, value_dim=20, rotary=RotarySpec(dim=6, base=100.0))
 BARE = replace(SPEC, rotary=None, latent_norm=None, has_output_bias=False)
 
 
-def _attention(
-    spec: LatentAttentionSpec, recomputes_core: bool = False, dtype: torch.dtype = torch.float32
-) -> LatentAttention:
+def _attention(spec: LatentAttentionSpec) -> LatentAttention:
     """With weights large enough for the scores to matter."""
     torch.manual_seed(0)
-    attention = LatentAttention(
-        spec, HIDDEN, init_std=0.02, output_init_std=0.01, recomputes_core=recomputes_core
-    )
+    attention = LatentAttention(spec, HIDDEN, init_std=0.02, output_init_std=0.01)
     for parameter in attention.parameters():
         nn.init.normal_(parameter, std=0.4)
-    return attention.to(dtype)
+    return attention
 
 
 def _angles(spec: LatentAttentionSpec, seq_length: int) -> RotaryAngles | None:

@@ -31,9 +31,7 @@ from megatron.core.optimizer.lr_schedule import LRScheduleConfig
 from megatron.core.transformer.config import TransformerConfig
 from megatron.training.checkpoint.dcp_import import load_dcp
 from megatron.training.config import EngineConfig
-from megatron.training.engine import SaveLoadMeta
 from megatron.training.engines import ModuleEngine, build_engine
-from megatron_hybrid.checkpoint import command as checkpoint
 from tests.helpers.engine_contents import contents_of, differing
 from tests.helpers.ranks import run_ranks
 from tests.helpers.titan_llama import (
@@ -357,26 +355,3 @@ def test_ranks_read_only_the_chunks_of_their_rows(tmp_path):
         # Our rows are cut elsewhere than FSDP2's.
         assert read < 0.8 * total
     assert run_ranks(1, count)[0][0] < 1.2 * total
-
-
-def _train_on_from(path: str, kind: str) -> tuple[list[float], dict[str, torch.Tensor], int]:
-    engine = make(kind)
-    engine.load(SaveLoadMeta(path, with_optim=True))
-    losses = [step(engine, number) for number in (3, 4)]
-    return losses, ours_as_theirs(engine), engine.step_info().iteration
-
-
-def test_an_import_by_the_tool_continues_as_under_fsdp2(tmp_path, capsys):
-    folder, root = str(tmp_path / "step-3"), tmp_path / "runs"
-    theirs = run_ranks(2, _save, folder, True, False)[0]
-    heads = ["--num-attention-heads", "4", "--num-query-groups", "2"]
-    argv = ["import", folder, str(root), "--dcp-key-map", TITAN, *heads]
-    assert checkpoint.main(argv) == 0
-    assert "iter_0000000: 84 tensors of " in capsys.readouterr().out
-    assert checkpoint.main(["verify", str(root / "iter_0000000")]) == 0
-
-    losses, weights, iteration = run_ranks(
-        3, _train_on_from, str(root / "iter_0000000"), "megatron"
-    )[0]
-    expect_equal((losses, weights), theirs)
-    assert iteration == 2

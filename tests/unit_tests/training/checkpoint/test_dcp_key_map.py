@@ -54,7 +54,6 @@ def sources(key_map: KeyMap, **shapes: tuple[int, ...]) -> Sources:
         ("keys: {a: {to: b, rotary: interleaved}}", "expected heads"),
         ("keys: {a: {to: b, rotary: pairs}}", "a: rotary in .*: expected halves or"),
         ("keys: {a: {to: b, heads: 0}}", "expected a number, or num_attention_heads"),
-        ("keys: {a: {to: b, heads: num_query_groups}}", "expected --num-query-groups"),
         ("keys: {a: [b, {to: c, heads: 2}]}", "heads of all parts, or of none"),
         ("keys: {a: b}\nweights: model", r"weights in .*: expected a key with \{name\}"),
         ("keys: {a: b}\nmoments: 'm.{name}'", r"key with \{name\} and \{moment\}"),
@@ -66,16 +65,6 @@ def sources(key_map: KeyMap, **shapes: tuple[int, ...]) -> Sources:
 def test_an_invalid_table_is_an_error_with_the_place_and_the_reason(tmp_path, text, message):
     with pytest.raises(ConfigError, match=message):
         read(tmp_path, text)
-
-
-def test_numbers_of_heads_are_the_models_unless_only_the_table_has_them(tmp_path):
-    table = "keys: {a: {to: b, heads: num_attention_heads}}\nnum_attention_heads: 4"
-    assert read(tmp_path, table).rules[0].parts[0].heads == 4
-    assert read(tmp_path, table, Heads({"num_attention_heads": 4})).heads.counts == {
-        "num_attention_heads": 4
-    }
-    with pytest.raises(ConfigError, match=r"num_attention_heads in .*: expected 8, as the model"):
-        read(tmp_path, table, Heads({"num_attention_heads": 8}))
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron.core.distributed.context import A2A, ALL_GATHER, divide_context
+from megatron.core.distributed.config import A2A, ALL_GATHER
+from megatron.core.distributed.context import divide_context
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.models.hugging_face import config_from_hf
 from tests.helpers.ranks import run_ranks

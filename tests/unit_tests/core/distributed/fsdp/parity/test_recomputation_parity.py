@@ -219,6 +219,7 @@ def test_a_recomputed_region_of_modules_that_keep_their_weights(use_reentrant) -
 def test_attention_that_recomputes_its_core_and_reads_its_sinks_there(softcap) -> Subject:
     spec = AttentionSpec(2, 1, 3, scale=1.0, window=2, sinks=Sinks.LEARNED, softcap=softcap)
 
-    attention = SelfAttention(spec, WIDTH, init_std=0.5, output_init_std=0.5, recomputes_core=True)
+    stds = {"init_std": 0.5, "output_init_std": 0.5}
+    attention = SelfAttention(spec, WIDTH, **stds, recompute_granularity="selective")
     stack = Stack(attention)
     return Subject([attention, stack], lambda x: square_mean(stack(x.unsqueeze(0))), calls=0)
