@@ -102,7 +102,7 @@ def build(arguments: argparse.Namespace, device: Device, hidden: int, fraction: 
 
 def rates_of_all(plan: PlannedRun, device: Device) -> list[MeasuredRates]:
     """What every rank measures now."""
-    found: list[MeasuredRates] = [MeasuredRates(0, 0, 0, 0, 0, 0, 0)] * dist.get_world_size()
+    found: list[MeasuredRates] = [MeasuredRates(0, 0, 0, 0, 0, 0)] * dist.get_world_size()
     dist.all_gather_object(found, rates_of_rank(job_of(plan), device))
     return found
 

@@ -85,11 +85,6 @@ _PLAN_FLAGS = {
         "RATE",
         "bandwidth at which a device sends and receives in collectives (default: not counted)",
     ),
-    "--disk": (
-        quantities.rate,
-        "RATE",
-        "bandwidth at which all ranks write checkpoints (default: no checkpoint time)",
-    ),
 }
 
 
@@ -136,11 +131,6 @@ def plan(program: str) -> argparse.ArgumentParser:
         "--measure",
         action="store_true",
         help="measure on this machine all rates that are not given; takes some seconds",
-    )
-    parser.add_argument(
-        "--measure-disk",
-        metavar="DIR",
-        help="with --measure: directory in which to measure --disk (default: not measured)",
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
     return parser

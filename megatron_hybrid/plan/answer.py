@@ -43,7 +43,6 @@ class Answer:
     """The plan of a run at one offload fraction.
 
     Attributes:
-        disk_bytes: bytes per second that all ranks write together.
         fraction: the offload fraction; None: without offloading.
         is_chosen: whether the plan chose the fraction, because the run does not fit without it.
         smallest_fitting: the smallest fraction that fits; None if none does.
@@ -54,7 +53,6 @@ class Answer:
     run: PlannedRun
     limits: Limits
     machine: Machine | None
-    disk_bytes: float | None
     fraction: float | None
     is_chosen: bool
     smallest_fitting: float | None
@@ -106,10 +104,6 @@ class Answer:
     def checkpoint_nbytes(self) -> int:
         return checkpoint_nbytes(self.run)
 
-    @property
-    def checkpoint_seconds(self) -> float | None:
-        return None if self.disk_bytes is None else self.checkpoint_nbytes / self.disk_bytes
-
     def to_json(self) -> dict[str, Any]:
         """Returns plain data in bytes, seconds and rates per second."""
         run, time, memory = self.run, self.time, self.memory
@@ -144,14 +138,12 @@ class Answer:
                 "flops_per_second": self.flops_per_second,
                 "muon_share": self.muon_share,
             },
-            "checkpoint": {"bytes": self.checkpoint_nbytes, "seconds": self.checkpoint_seconds},
+            "checkpoint_bytes": self.checkpoint_nbytes,
             "main_grads_dtype": run.config.parallel.main_grads_dtype,
         }
 
 
-def answer(
-    run: PlannedRun, limits: Limits, machine: Machine | None, disk_bytes: float | None
-) -> Answer:
+def answer(run: PlannedRun, limits: Limits, machine: Machine | None) -> Answer:
     """Plans a run.
 
     Raises:
@@ -168,7 +160,7 @@ def answer(
 
     time = None if machine is None else step_time(work_of(run, fraction), machine)
     hidden = None if machine is None else _largest_hidden(run, limits, machine)
-    return Answer(run, limits, machine, disk_bytes, fraction, is_chosen, fits, hidden, time)
+    return Answer(run, limits, machine, fraction, is_chosen, fits, hidden, time)
 
 
 def _needs(run: PlannedRun, fraction: float | None) -> StateBytes:

@@ -17,7 +17,6 @@ import math
 import sys
 from collections.abc import Sequence
 from itertools import pairwise
-from pathlib import Path
 
 from megatron.core.device import check_kind, kind_of, reserve_of
 from megatron.core.drivers import kinds_of_accelerators
@@ -26,7 +25,7 @@ from megatron.core.log import printable
 from megatron.core.options import ConfigError
 from megatron_hybrid import parsers
 from megatron_hybrid.plan.answer import Answer, Limits, answer
-from megatron_hybrid.plan.measure import Measured, measure
+from megatron_hybrid.plan.measure import measure
 from megatron_hybrid.plan.planned_run import PlannedRun, with_defaults
 from megatron_hybrid.plan.quantities import shown_size
 from megatron_hybrid.plan.step_time import Machine
@@ -59,19 +58,12 @@ def plan(arguments: argparse.Namespace, flags: Sequence[str]) -> Answer:
         ConfigError: bad flags, or a run that does not fit.
         HostMemoryError: a layer that is too large to be measured on this machine.
     """
-    folder = arguments.measure_disk
-    if folder is not None and not (arguments.measure and Path(folder).is_dir()):
-        got = printable(folder, 80)
-        raise ConfigError(f"--measure-disk: expected --measure and a directory, got {got!r}.")
     kind = _device_kind(flags, arguments.measure)
     limits = _limits(arguments, kind)
     run = PlannedRun(_run_flags(flags), arguments.gpus, kind)
 
-    measured = measure(run, folder) if arguments.measure else None
-    disk = arguments.disk
-    if disk is None and measured is not None:
-        disk = measured.disk_bytes
-    return answer(run, limits, _machine(arguments, measured), disk)
+    measured = measure(run) if arguments.measure else None
+    return answer(run, limits, _machine(arguments, measured))
 
 
 def _limits(arguments: argparse.Namespace, device_kind: str) -> Limits:
@@ -121,7 +113,7 @@ def _device_kind(flags: Sequence[str], is_measured: bool) -> str:
     return kinds_of_accelerators()[0] if named == "auto" else named
 
 
-def _machine(arguments: argparse.Namespace, measured: Measured | None) -> Machine | None:
+def _machine(arguments: argparse.Namespace, measured: Machine | None) -> Machine | None:
     """Returns the given rates, and measured ones for the rest; None if too few are known."""
     missing = ["--" + name.replace("_", "-") for name in _RATES if not getattr(arguments, name)]
     if measured is None and missing:
@@ -132,7 +124,7 @@ def _machine(arguments: argparse.Namespace, measured: Measured | None) -> Machin
         return None
 
     # Without a measurement, only the given rates are counted.
-    default = Machine(0.0, math.inf, 0.0, 0.0) if measured is None else measured.machine
+    default = Machine(0.0, math.inf, 0.0, 0.0) if measured is None else measured
     host, dram = arguments.host_bandwidth, arguments.dram_bandwidth
     return Machine(
         flops=arguments.flops or default.flops,

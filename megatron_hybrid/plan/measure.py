@@ -6,7 +6,6 @@
     host pass       our AdamW in host memory, with the threads of a run
     link            copies between device and host, each way, pinned as in a run
     interconnect    the engine's all-gather and reduce-scatter between the ranks
-    disk            writes without the page cache, with the sync at their end
 
 The ranks of a run share caches, memory, cores and links, so as many processes as ranks measure at
 the same time, step by step.
@@ -44,7 +43,6 @@ from megatron.core.optimizer.kernels.host_threads import host_threads
 from megatron.core.optimizer.kernels.piece import Piece
 from megatron.core.optimizer.rule_optimizer import RuleOptimizer
 from megatron.core.optimizer.rules import UpdateRule, rule_of
-from megatron.core.shared_file import SharedFile
 from megatron.core.transformer.linear_cross_entropy import weighted_cross_entropy
 from megatron.core.transformer.spec import LayerSpec, ModelSpec
 from megatron_hybrid.plan.planned_run import PlannedRun
@@ -55,15 +53,7 @@ _LONG = 1.0  # seconds of a call for which a warm-up does not matter
 _LEAST_TOKENS = 64
 _PASS_NUMEL = 1 << 23  # elements: larger than caches
 _COPY_NBYTES = 1 << 25
-_DISK_NBYTES = 1 << 26
 _TIMEOUT = timedelta(minutes=5)
-
-
-class Measured(NamedTuple):
-    """The rates of this machine with all ranks."""
-
-    machine: Machine
-    disk_bytes: float | None  # of all ranks together; None: not measured
 
 
 class Job(NamedTuple):
@@ -79,7 +69,6 @@ class Job(NamedTuple):
     num_host_threads: int | None
     num_ranks: int
     device_kind: str
-    folder: str | None
 
 
 class MeasuredRates(NamedTuple):
@@ -91,14 +80,10 @@ class MeasuredRates(NamedTuple):
     link: float
     interconnect: float  # 0: one rank
     collectives: float  # number of tiny collectives; 0: one rank
-    disk: float  # 0: not measured
 
 
-def measure(run: PlannedRun, folder: str | None) -> Measured:
+def measure(run: PlannedRun) -> Machine:
     """Measures with as many processes as the run has ranks.
-
-    Args:
-        folder: a directory for a temporary file; None: the disk is not measured.
 
     Raises:
         HostMemoryError: this machine has too little memory for the measurement.
@@ -107,12 +92,10 @@ def measure(run: PlannedRun, folder: str | None) -> Measured:
     if run.device_kind == "cpu":
         need = HostNeed("a layer to measure", _layer_nbytes(run), is_pinned=False)
         check_host_memory([need], num_local_ranks=run.world_size)
-    rates = _on_processes(job_of(run, folder))
-    disk = min(one.disk for one in rates) * run.world_size
-    return Measured(machine_of(rates, run.device_kind), disk or None)
+    return machine_of(_on_processes(job_of(run)), run.device_kind)
 
 
-def job_of(run: PlannedRun, folder: str | None = None) -> Job:
+def job_of(run: PlannedRun) -> Job:
     """Returns the settings for a run."""
     config = run.config
     optimizer, rule = config.optimizer, rule_of(config.optimizer)
@@ -128,7 +111,6 @@ def job_of(run: PlannedRun, folder: str | None = None) -> Job:
         optimizer.host_threads,
         run.world_size,
         run.device_kind,
-        folder,
     )
 
 
@@ -158,7 +140,7 @@ def _layer_nbytes(run: PlannedRun) -> int:
 
 def rates_of_rank(job: Job, device: Device) -> MeasuredRates:
     """Measures on this rank. All ranks of the default process group must call it."""
-    steps = [_compute, _device_pass, _host_pass, _link, _interconnect, _collectives, _disk]
+    steps = [_compute, _device_pass, _host_pass, _link, _interconnect, _collectives]
     found = []
     for step in steps:
         # Frees the memory of the last measurement.
@@ -421,21 +403,3 @@ def _exchange_seconds(job: Job, device: Device, numel: int, *, count: int) -> fl
         exchange()
     device.event().synchronize()
     return (time.perf_counter() - start) / count
-
-
-def _disk(job: Job, device: Device) -> float:
-    """Returns the bytes per second that this rank writes while the others write."""
-    del device
-    if job.folder is None:
-        return 0.0
-    content = bytearray(_DISK_NBYTES)
-    descriptor, name = tempfile.mkstemp(prefix=".plan-measure-", dir=job.folder)
-    os.close(descriptor)
-    try:
-        file = SharedFile(Path(name), _DISK_NBYTES)
-        start = time.perf_counter()
-        file.write_at(0, memoryview(content))
-        file.close()
-        return _DISK_NBYTES / (time.perf_counter() - start)
-    finally:
-        Path(name).unlink()

@@ -20,7 +20,7 @@ _EXPLAINED = {
 def format_answer(answer: Answer) -> str:
     """Returns paragraphs of aligned lines."""
     parts = [_header(answer), _memory(answer), _fractions(answer), _step(answer)]
-    parts.append(_checkpoint(answer))
+    parts.append([f"a checkpoint: {shown_size(answer.checkpoint_nbytes)}"])
     return "\n\n".join("\n".join(part) for part in parts if part)
 
 
@@ -97,12 +97,6 @@ def _step(answer: Answer) -> list[str]:
         rows.append(("activations", shown_seconds(time.activations), copies))
     rows.append(("tokens/s", f"{rate:,.0f}", f"{shown_rate(flops, 'FLOP/s')} a rank"))
     return [*_aligned(rows, left=(0, 2))]
-
-
-def _checkpoint(answer: Answer) -> list[str]:
-    seconds = answer.checkpoint_seconds
-    took = "" if seconds is None else f", {shown_seconds(seconds)} to write"
-    return [f"a checkpoint: {shown_size(answer.checkpoint_nbytes)}{took}"]
 
 
 def _size(nbytes: int) -> str:

@@ -276,7 +276,7 @@ def test_the_checkpoint_alone_tells_its_model_once_the_run_has_begun(tmp_path, m
     capsys.readouterr()
     assert checkpoint.main(["export", runs, "again"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert f"expected the tokenizer in '{project / 'model'}'" in line
+    assert "expected the tokenizer in 'model'" in line
     assert checkpoint.main(["export", runs, "again", "--tokenizer-model", "moved"]) == 0
-    assert capsys.readouterr().err.startswith(f"export: {project / 'model'}, the base model of")
+    assert capsys.readouterr().err.startswith("export: model, the base model of")
     assert (elsewhere / "again" / "tokenizer.json").read_bytes() == own

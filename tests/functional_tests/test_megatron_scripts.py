@@ -103,6 +103,8 @@ def test_a_script_trains_after_the_changes_that_one_message_asks_for(script, wor
     tokenizer = make_corpus(work) if "gpt3" in script else ""
     lines = message_about(words(flags))
     changed = obeyed(flags, lines, {"FILE": tokenizer})
+    parallel = {flag for flag in flags if flag.startswith(("--tensor", "--context", "--sequence"))}
+    assert "--tensor-model-parallel-size 2" in parallel <= {*changed}
 
     outcomes = run_ranks(NUM_RANKS, train, words(changed))
     # 10 samples in batches of 4 where the script counts samples, as in Megatron-LM.

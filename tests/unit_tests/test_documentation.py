@@ -138,7 +138,7 @@ def test_a_block_of_a_document_runs_as_a_script(
 
 def test_the_pages_that_must_have_programs_have_them() -> None:
     assert {script.page for script in SCRIPTS} >= {
-        *(f"docs/{page}.md" for page in ("offload", "checkpoints", "fsdp", "vision", "training")),
+        *(f"docs/{page}.md" for page in ("offload", "checkpoints", "fsdp", "vision")),
         "docs/coming-from.md",
     }
 

@@ -86,7 +86,8 @@ def shard_model(
     """Shards `model` in place: one module for each mixture's experts, one for each layer without
     these, one for what remains (embedding, head). With expert parallelism, experts are divided over
     the ranks, and tokens travel to them: see experts.py. With context parallelism, each rank
-    computes a part of each sequence.
+    computes a part of each sequence. With tensor parallelism, each rank computes with its part of
+    most weights: see tensor.py.
 
     Args:
         model: usually on meta. Real parameters become the main weights; buffers stay.

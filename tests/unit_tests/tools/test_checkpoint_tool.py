@@ -222,6 +222,7 @@ def test_a_store_behind_a_url_is_used_as_well(root, run):
         assert run("diff", f"{url}/iter_0000020", root / "iter_0000010")[0] == 0
         assert [row["state"] for row in run.json("list", url)] == ["published"]
         files.rm("/checkpoint_tool/iter_0000020/published.json")
+        files.touch("/checkpoint_tool/iter_0000020/begun.txt")
         assert [row["state"] for row in run.json("list", url)] == ["draft"]
     finally:
         files.rm("/checkpoint_tool", recursive=True)

@@ -9,6 +9,9 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 
 import pretrain_gpt
+from megatron.core.dist_checkpointing.formats import open_checkpoint, read_piece
+from megatron.core.dist_checkpointing.layout.boxes import Box
+from megatron.core.dist_checkpointing.store import LocalStore
 from megatron.core.drivers import CudaDriver
 from megatron_hybrid import generate
 from tests.helpers.checkpoints import whole, write_checkpoint
@@ -159,7 +162,11 @@ def test_weights_without_a_run_write_the_same_text_with_a_config_file(tmp_path, 
 
     # In our format, and in PyTorch's.
     imported = tmp_path / "imported" / "iter_0000001"
-    weights = {f"model.{key}": (value, whole(value)) for key, value in model.state_dict().items()}
+    saved, weights = open_checkpoint(LocalStore(tmp_path / "run"), "iter_0000002"), {}
+    for key, tensor in saved.tensors.items():
+        if key.startswith("model."):
+            value = read_piece(saved, key, Box.whole(tensor.shape))
+            weights[key] = (value, whole(value))
     write_checkpoint(imported, weights, {}, world_size=1)
     dcp.save(model.state_dict(), checkpoint_id=tmp_path / "plain", no_dist=True)
 

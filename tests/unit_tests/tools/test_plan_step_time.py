@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor, nn
+from torch import Tensor
 
 from benchmarks import gpu_step, offload_model
 from megatron.core.distributed import context, tensor
@@ -22,7 +22,6 @@ from megatron.core.models.gpt.gpt_model import GPTModel, Places
 from megatron.core.optimizer.config import OptimizerConfig, Overlap
 from megatron.core.transformer.config import TransformerConfig
 from megatron.core.transformer.layer_specs import model_spec
-from megatron.core.transformer.tensor_cut import tensor_cuts
 from megatron_hybrid.plan.step_time import GroupWork, Machine, StepTime, Work, step_time
 from megatron_hybrid.plan.workload import (
     exchanged_by,
@@ -30,6 +29,7 @@ from megatron_hybrid.plan.workload import (
     sent_by_layer,
     work_of,
 )
+from tests.helpers.divided_layers import take_parts
 from tests.helpers.doc_commands import DOCS
 from tests.helpers.ranks import run_ranks
 
@@ -407,14 +407,8 @@ def _sent_by_divided_layer(model: TransformerConfig) -> int:
         return all_gather(received, part, *others)
 
     layers = GPTModel(model, 32).decoder
-    cuts = tensor_cuts(layers)
-    parts = {name: cuts[own] for name, own in layers.named_parameters() if own in cuts}
     tensor.divide_tensor(layers, dist.group.WORLD)
-    for name, cut in parts.items():
-        whole = layers.get_parameter(name).detach()
-        owner, _, own = name.rpartition(".")
-        part = cut.to_stored(whole, num_ranks).chunk(num_ranks)[dist.get_rank()]
-        setattr(layers.get_submodule(owner), own, nn.Parameter(part))
+    take_parts(layers, dist.get_rank(), num_ranks)
     hidden = torch.randn(2, 16 // num_ranks, model.hidden_size, requires_grad=True)
     with (
         mock.patch.object(tensor.dist, "all_to_all_single", count_parts),

@@ -261,7 +261,7 @@ def rows_at(tensor: DTensor, coordinate: Sequence[int]) -> range:
         coordinate: the place on each axis.
 
     Raises:
-        NotImplementedError: for other placements.
+        NotImplementedError: for other placements, and for a tensor in block order.
     """
     rows, piece, cut = range(tensor.shape[0]), 0, None
     for axis, placement in enumerate(tensor.placements):
@@ -269,6 +269,11 @@ def rows_at(tensor: DTensor, coordinate: Sequence[int]) -> range:
             # The first piece follows from all axes: see [Note: order of cuts].
             piece += coordinate[axis] * placement.num_pieces
             cut = placement.cut
+            if cut.tensor is not None:
+                raise NotImplementedError(
+                    "Expected a parameter whose ranks hold consecutive rows, got one that tensor "
+                    f"parallelism divides, by {cut.tensor}."
+                )
         elif type(placement) is Shard and placement.dim == 0:
             most = -(-len(rows) // tensor.device_mesh.size(axis))
             rows = rows[coordinate[axis] * most : (coordinate[axis] + 1) * most]

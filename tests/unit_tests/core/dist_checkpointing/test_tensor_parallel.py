@@ -5,6 +5,7 @@ them.
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -28,6 +29,8 @@ from megatron.core.distributed.fsdp import FsdpContext, OffloadPolicy, fully_sha
 from megatron.core.distributed.fsdp.placement import SHARDING_STRATEGIES
 from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDeviceOptimizer
 from megatron.core.optimizer.fused_adam import FusedAdam
+from megatron.training.checkpoint.hf_config import FolderExtras
+from megatron.training.checkpoint.hf_weights import HfExport
 from tests.helpers.ranks import run_ranks
 from tests.helpers.tensor_models import SECTIONS, Model, Way, full, sharded, train
 from tests.unit_tests.core.dist_checkpointing.helpers.models import DEVICE, differences
@@ -51,12 +54,13 @@ class Run(NamedTuple):
         ranks = dist.get_rank(), dist.get_world_size()
         return collect(self.model, self.optimizer, rank=ranks[0], world_size=ranks[1])
 
-    def save(self, root: str) -> None:
+    def save(self, root: str, export: HfExport | None = None) -> None:
         store, rank = open_store(root), dist.get_rank()
         with CheckpointManager(
             store, DEVICE, rank, dist.get_world_size(), "test", timeout_seconds=600.0
         ) as manager:
-            manager.save(ITERATION, self.contents(), {"iteration": ITERATION})
+            contents = replace(self.contents(), export=export)
+            manager.save(ITERATION, contents, {"iteration": ITERATION})
             manager.finish()
 
     def tensors(self) -> dict[str, Tensor]:
@@ -225,18 +229,27 @@ def test_the_format_of_torch_dcp_has_any_tp(tmp_path: Path) -> None:
             assert not differences(loaded, expected)
 
 
-def _save_counted(root: str, way: Way, fraction: float | None) -> int:
+def _save_counted(root: str, way: Way, fraction: float | None) -> tuple[int, dict[str, Tensor]]:
+    """With the weights in Hugging Face files alone."""
     run = build(way, fraction)
     run.train(range(ITERATION))
-    return _bytes_of(lambda: run.save(root))
+    export = HfExport.of(run.model, torch.float32, FolderExtras())
+    assert export.is_exact
+    num_bytes = _bytes_of(lambda: run.save(root, export))
+    dist.barrier()
+    return num_bytes, run.tensors()
 
 
 @needs_linux
 @pytest.mark.parametrize("fraction", [None, 0.5])
-def test_not_a_byte_is_sent_while_divided_parameters_are_saved(
+def test_not_a_byte_is_sent_while_divided_parameters_are_saved_and_exported(
     tmp_path: Path, fraction: float | None
 ) -> None:
-    assert run_ranks(4, _save_counted, str(tmp_path), Way(2), fraction) == [0] * 4
+    saved = run_ranks(4, _save_counted, str(tmp_path), Way(2), fraction)
+    assert [num_bytes for num_bytes, _ in saved] == [0] * 4
+    for num_ranks, tp in ((1, 1), (4, 4)):
+        for loaded in run_ranks(num_ranks, _load, str(tmp_path), Way(tp), None):
+            assert not differences(loaded, saved[0][1])
 
 
 def test_every_rank_writes_about_as_many_bytes(tmp_path: Path) -> None:

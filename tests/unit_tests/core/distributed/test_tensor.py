@@ -32,7 +32,8 @@ from megatron.core.transformer.linear_cross_entropy import (
     linear_cross_entropy,
     weighted_cross_entropy,
 )
-from megatron.core.transformer.tensor_cut import TensorCut, tensor_cuts
+from megatron.core.transformer.tensor_cut import TensorCut
+from tests.helpers.divided_layers import take_parts
 from tests.helpers.ranks import on_ranks, run_ranks
 from tests.unit_tests.core.models.multimodal.helpers.their_images import image_batch
 from tests.unit_tests.core.models.multimodal.helpers.vision_models import VISION
@@ -135,20 +136,6 @@ def _batch() -> tuple[Tensor, Tensor, Tensor]:
     return tokens, labels, torch.rand(BATCH, SEQ, generator=generator) / (BATCH * SEQ)
 
 
-def _take_parts(model: nn.Module, rank: int, num_ranks: int) -> dict[str, TensorCut]:
-    """Replaces the weights that ranks divide by the parts of this one."""
-    cuts = tensor_cuts(model)
-    names = {name: cuts[part] for name, part in model.named_parameters() if part in cuts}
-    for name, cut in names.items():
-        owner, _, own = name.rpartition(".")
-        module = model.get_submodule(owner)
-        whole = module.get_parameter(own)
-        cut.check(whole.shape, num_ranks, name)
-        part = cut.to_stored(whole.detach(), num_ranks).chunk(num_ranks)[rank]
-        setattr(module, own, nn.Parameter(part.clone()))
-    return names
-
-
 def _take_experts(model: nn.Module, rank: int, num_ranks: int) -> set[str]:
     """Replaces the weights of experts by those of this rank's share of the experts."""
     names = set()
@@ -242,7 +229,7 @@ def _divided(
     if ranks.context_size > 1:
         divide_context(model, ranks.context, comm_type)
     divide_tensor(model, ranks.tensor, record)
-    return model, _take_parts(model, dist.get_rank(ranks.tensor), num_ranks)
+    return model, take_parts(model, dist.get_rank(ranks.tensor), num_ranks)
 
 
 def _compare(

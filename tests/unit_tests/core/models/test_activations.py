@@ -12,11 +12,13 @@ import torch.distributed as dist
 
 from megatron.core import products
 from megatron.core.distributed.context import divide_context
+from megatron.core.distributed.tensor import divide_tensor
 from megatron.core.models.gpt.activations import Microbatch, activation_bytes
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.config import TransformerConfig
 from megatron.core.transformer.delta_rule import state_nbytes
 from megatron.core.transformer.layer_specs import model_spec
+from tests.helpers.divided_layers import take_parts
 from tests.helpers.ranks import run_ranks
 
 VOCAB, SEQ, SIZE = 512, 128, 2
@@ -60,14 +62,23 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 
 
-def _saved(config: TransformerConfig, dtype: torch.dtype, comm_type: str | None = None) -> int:
+def _saved(
+    config: TransformerConfig,
+    dtype: torch.dtype,
+    comm_type: str | None = None,
+    *,
+    divides_layers: bool = False,
+) -> int:
     """The bytes that a training forward leaves, each storage once, without weights; with
-    `comm_type` all ranks divide the sequences.
+    `comm_type` all ranks divide the sequences, with `divides_layers` the layers.
     """
     torch.manual_seed(0)
     model = GPTModel(config, VOCAB).to(dtype)
     if comm_type is not None:
         divide_context(model, dist.group.WORLD, comm_type)
+    if divides_layers:
+        divide_tensor(model, dist.group.WORLD)
+        take_parts(model, dist.get_rank(), dist.get_world_size())
     weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
     kept: dict[int, torch.UntypedStorage] = {}
 
@@ -113,6 +124,30 @@ def test_ranks_that_divide_sequences_keep_their_share(comm_type):
         )
         assert own == pytest.approx(found, rel=0.1)
         assert found < 1.1 * whole / 4
+
+
+def test_ranks_that_divide_layers_keep_their_share():
+    """Whole latents of latent attention come on top, and shared key heads."""
+    models = [TransformerConfig(**{**BASE, **model}) for model in MODELS.values()]
+    models = [
+        replace(model, linear_num_key_heads=4) if any(model.linear_layers()) else model
+        for model in models
+    ]
+
+    def kept() -> list[int]:
+        with mock.patch.object(products, "_SLOW_DTYPES", frozenset()):
+            return [_saved(config, torch.float32, divides_layers=True) for config in models]
+
+    batch = Microbatch(SIZE, SEQ, 4, "cpu")
+    part = replace(batch, tensor_size=4)
+    for config, found in zip(models, run_ranks(4, kept)[1], strict=True):
+        own, whole = (
+            activation_bytes(model_spec(config), VOCAB, each, config.recompute_granularity).kept
+            for each in (part, batch)
+        )
+        assert own == pytest.approx(found, rel=0.1), config
+        if not config.multi_latent_attention:
+            assert found < 1.2 * whole / 4
 
 
 def test_each_rank_with_a_copy_of_a_key_head_of_delta_nets_keeps_it():

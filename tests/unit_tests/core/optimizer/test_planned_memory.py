@@ -27,7 +27,8 @@ from megatron.training.engines import build_engine
 from megatron.training.step_memory import state_settings
 from tests.helpers.ranks import run_ranks
 
-VOCAB = 61  # rows that no number of ranks divides
+VOCAB = 61
+TP2 = {"tensor_model_parallel_size": 2}
 
 SIZES: dict[str, Any] = {
     "num_layers": 3,
@@ -50,6 +51,7 @@ MIXTURE = TransformerConfig(
     moe_shared_expert_intermediate_size=9,
     untie_embeddings_and_output_weights=True,
 )
+EVEN_MIXTURE = replace(MIXTURE, moe_shared_expert_intermediate_size=10)
 HYBRID = TransformerConfig(
     **SIZES,
     linear_attention_freq="[1,0,1]",
@@ -102,7 +104,9 @@ class Case:
         )
 
     def build(self) -> nn.Module:
-        model = GPTModel(self.model, VOCAB)
+        # Of rows that no number of ranks divides, if they need not be divided.
+        vocab_size = VOCAB + 3 if TP2.items() <= self.parallel.items() else VOCAB
+        model = GPTModel(self.model, vocab_size)
         freeze(model, self.freeze, "--freeze")
         return model
 
@@ -162,6 +166,8 @@ CHEAP = {
     "frozen embedding, fp32 gradients": Case(
         parallel={"main_grads_dtype": "fp32"}, freeze=("embedding",)
     ).on_host(1.0),
+    "layers divided, half on the host": Case(HYBRID, TP2).on_host(0.5),
+    "layers and experts divided": Case(EVEN_MIXTURE, {**TP2, **EP2}),
     "ZeRO-1": Case(MIXTURE, ZERO1),
     "Muon, experts divided": Case(MIXTURE, EP2, {"optimizer": "muon"}),
     "dense, half on the host, updated by the device": Case().on_host(
@@ -181,6 +187,9 @@ WIDE = {
     "experts first": Case(MIXTURE, EP2).on_host(0.3, optimizer_offload_experts_first=True),
     "experts, ZeRO-1 on the host": Case(MIXTURE, {**ZERO1, **EP2}).on_host(0.5),
     "experts divided, not sharded": Case(MIXTURE, {**NO_SHARD, **EP2}).on_host(1.0),
+    "layers divided": Case(LATENT, TP2),
+    "layers divided, not sharded": Case(DENSE, {**TP2, **NO_SHARD}).on_host(0.5),
+    "layers divided, ZeRO-1": Case(DENSE, {**TP2, **ZERO1}).on_host(1.0),
     "gated delta nets": Case(HYBRID),
     "latent attention": Case(LATENT).on_host(0.7),
     "frozen layers": Case(freeze=("decoder.layers.0", "decoder.layers.2")).on_host(0.5),
@@ -235,7 +244,7 @@ def test_a_plan_is_the_memory_of_a_run_to_the_byte(case):
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 @pytest.mark.parametrize("case", [*CHEAP.values(), *WIDE.values()], ids=[*CHEAP, *WIDE])
 def test_a_plan_is_the_memory_of_a_run_on_any_number_of_ranks(case, world_size):
-    needs_even = any(each.items() <= case.parallel.items() for each in (EP2, HSDP))
+    needs_even = any(each.items() <= case.parallel.items() for each in (EP2, TP2, HSDP))
     if needs_even and world_size != 2:
         world_size = 4
     _check(case, world_size)

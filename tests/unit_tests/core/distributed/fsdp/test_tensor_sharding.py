@@ -4,6 +4,8 @@ columns. Each rank computes with its part; everything else sees the whole.
 
 from __future__ import annotations
 
+import copy
+import io
 from collections.abc import Callable
 
 import pytest
@@ -23,6 +25,7 @@ from torch.distributed.tensor import DTensor
 from megatron.core.distributed.fsdp import OffloadPolicy, fully_shard, fully_shard_optimizer
 from megatron.core.distributed.fsdp.parameter_group import group_of
 from megatron.core.distributed.fsdp.placement import SHARDING_STRATEGIES
+from megatron.core.distributed.fsdp.uneven_rows import rows_at
 from megatron.core.materialize import materialize
 from megatron.core.optimizer.clip_grads import global_grad_norm, global_num_zeros
 from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDeviceOptimizer
@@ -272,6 +275,27 @@ def test_gradients_come_through_full_tensors_and_local_ones() -> None:
         leaf.grad = None
         leaf.to_local().sum().backward()
         assert torch.equal(full(leaf.grad), torch.ones(own.shape))
+
+
+@on_ranks(2)
+def test_saved_and_copied_tensors_have_the_same_boxes() -> None:
+    model, _ = sharded(ZERO3)
+    for own in model.layers[0].parameters():
+        stream = io.BytesIO()
+        torch.save(own.detach(), stream)
+        stream.seek(0)
+        for other in (torch.load(stream, weights_only=True), copy.deepcopy(own.detach())):
+            assert other.placements == own.placements
+            assert torch.equal(full(other), full(own))
+
+
+@on_ranks(2)
+def test_rows_of_a_matrix_in_block_order_are_refused() -> None:
+    """As Muon would ask for, which would take them for the rows of one matrix."""
+    model, _ = sharded(ZERO3)
+    with pytest.raises(NotImplementedError, match="TensorCut"):
+        rows_at(model.layers[0].fused.weight, (0, 1))
+    assert rows_at(model.table.weight, (0, 1)) == range(8, 16)
 
 
 @on_ranks(2)
