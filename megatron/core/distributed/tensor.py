@@ -48,47 +48,9 @@ from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.moe_layer import MoELayer
 from megatron.core.transformer.router import Router
 from megatron.core.transformer.sequence_slice import SequenceSlice
-from megatron.core.transformer.spec import (
-    AttentionSpec,
-    GatedDeltaNetSpec,
-    LayerSpec,
-    MoeSpec,
-)
 from megatron.core.transformer.tensor_cut import tensor_cuts
 
 _TAG = tag_of(*b"tensor")  # of messages over a group that lanes may use, too
-
-
-def check_tensor(layer: LayerSpec, num_ranks: int) -> None:
-    """ValueError unless so many ranks can divide the heads and channels of a decoder's layer."""
-    mixer, network = layer.mixer, layer.feed_forward
-    counts = {}
-    if isinstance(mixer, GatedDeltaNetSpec):
-        counts["key heads of gated delta nets"] = mixer.num_key_heads
-        counts["value heads of gated delta nets"] = mixer.num_value_heads
-    else:
-        counts["attention heads"] = mixer.num_heads
-    if isinstance(mixer, AttentionSpec):
-        # Of heads that are fewer than the ranks, ranks compute channels: `_whole_head`.
-        if num_ranks % mixer.num_key_value_heads:
-            counts["key and value heads"] = mixer.num_key_value_heads
-        counts["channels of keys"] = mixer.key_value_size
-        if mixer.qk_norm is not None and not mixer.qk_norm_is_per_head and num_ranks > 1:
-            raise ValueError(
-                f"Expected norms of queries and keys that are of each head with {num_ranks} ranks "
-                "of tensor parallelism, got norms over all heads."
-            )
-    if isinstance(network, MoeSpec):
-        if network.shared is not None:
-            counts["channels of shared experts"] = network.shared.size
-    else:
-        counts["channels of feed-forward networks"] = network.size
-    for kind, count in counts.items():
-        if count % num_ranks:
-            raise ValueError(
-                f"Expected {kind} that {num_ranks} ranks of tensor parallelism can divide "
-                f"equally, got {count}."
-            )
 
 
 def divide_tensor(model: nn.Module, group: dist.ProcessGroup, record: Record | None = None) -> None:

@@ -152,7 +152,7 @@ def tensor_cuts(model: nn.Module) -> dict[nn.Parameter, TensorCut]:
     """How tensor parallelism divides the parameters of a model. Others are whole on every rank.
 
     A module declares its own: `tensor_dims` maps their names in the module to the dims that are
-    divided. The sections of dim 0 are those of `HasSections`.
+    divided. `HasSections` names the sections of dim 0.
 
     Raises:
         ValueError: for a shared parameter that its modules declare differently.

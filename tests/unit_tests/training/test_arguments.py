@@ -315,6 +315,7 @@ def test_flags_of_context_parallelism_that_do_not_fit_are_rejected_by_name(flags
 
 
 TENSOR = "--tensor-model-parallel-size"
+ONE_GROUP = "--group-query-attention --num-query-groups 1"
 
 
 @pytest.mark.parametrize(
@@ -323,7 +324,7 @@ TENSOR = "--tensor-model-parallel-size"
         (f"{TENSOR} 0", TENSOR),
         (f"{TENSOR} 3", TENSOR),
         (f"{TENSOR} 4", TENSOR),  # of 2 heads
-        (f"{TENSOR} 2 --group-query-attention --num-query-groups 1 --kv-channels 3", TENSOR),
+        (f"{TENSOR} 4 --num-attention-heads 4 {ONE_GROUP} --kv-channels 2", TENSOR),
         (f"{TENSOR} 2 --compile-layers", "--compile-layers"),
         (f"{TENSOR} 2 --ffn-hidden-size 15", TENSOR),
         (f"{TENSOR} 2 {DELTA_NETS.replace('key-heads 2', 'key-heads 1')}", TENSOR),
@@ -348,9 +349,8 @@ def test_flags_of_tensor_parallelism_that_do_not_fit_are_rejected_by_name(flags,
 
 
 def test_heads_that_no_layer_has_need_not_be_divided():
-    one_group = "--group-query-attention --num-query-groups 1"
     only_delta_nets = DELTA_NETS.replace("-freq 2", "-freq [1]")
-    config = parse_config([*MINIMAL, *f"{TENSOR} 2 {one_group} {only_delta_nets}".split()], 2)
+    config = parse_config([*MINIMAL, *f"{TENSOR} 2 {ONE_GROUP} {only_delta_nets}".split()], 2)
     assert config.parallel.tensor_model_parallel_size == 2
 
 

@@ -356,6 +356,12 @@ def test_the_embedding_is_padded(
     assert padded_vocab_size(config, build_tokenizer(config)) == rows
 
 
+def test_ranks_that_cannot_divide_the_embedding_are_rejected() -> None:
+    config = TokenizerConfig(tokenizer_type="ByteTokenizer", make_vocab_size_divisible_by=1)
+    with pytest.raises(ConfigError, match=r"^--tensor-model-parallel-size: .*257 rows.* got 2"):
+        padded_vocab_size(config, build_tokenizer(config), tensor_size=2)
+
+
 def test_a_vocabulary_smaller_than_the_tokenizers_is_refused(model: Path) -> None:
     message = "--vocab-size: expected at least the 290 ids of HuggingFaceTokenizer.*, got 289"
     with pytest.raises(ConfigError, match=message):

@@ -103,7 +103,7 @@ def fully_shard_context(
             default: its own method of that name. It must draw the same on every rank, since every
             rank draws for itself and keeps its part.
         tensor: how parameters that tensor parallelism divides are sharded, in every module; the
-            arguments of `fully_shard` are for the others. Its ranks are those of the other meshes.
+            arguments of `fully_shard` are for the others. All meshes have the same ranks.
 
     Raises:
         RuntimeError: inside another.

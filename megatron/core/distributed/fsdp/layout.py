@@ -163,7 +163,7 @@ class GlobalLayout:
         return self.size // self.num_blocks
 
     def cut(self, tensor: int) -> TensorCut | None:
-        """The cut of a tensor in block order; None of any other."""
+        """How a tensor in block order is divided; None if it is in global order."""
         return self.cuts[tensor] if self.cuts else None
 
     def global_shape(self, tensor: int) -> tuple[int, ...]:

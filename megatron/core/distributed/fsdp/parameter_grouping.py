@@ -55,7 +55,7 @@ class TensorSharding(NamedTuple):
 def divide_owned(
     owned: Iterable[OwnedParameter], cuts: Mapping[nn.Parameter, TensorCut]
 ) -> tuple[list[OwnedParameter], list[OwnedParameter]]:
-    """The parameters that are whole in use, and those with cuts. They cannot share a group."""
+    """The parameters that are whole in use, and the divided ones. They cannot share a group."""
     whole, divided = list[OwnedParameter](), list[OwnedParameter]()
     for parameter in owned:
         (divided if parameter.original in cuts else whole).append(parameter)

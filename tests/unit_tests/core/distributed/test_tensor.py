@@ -20,13 +20,12 @@ from benchmarks.helpers.memory import peak_bytes
 from megatron.core.distributed.config import A2A, ALL_GATHER
 from megatron.core.distributed.context import Record, divide_context
 from megatron.core.distributed.experts import divide_experts
-from megatron.core.distributed.tensor import TensorGroup, check_tensor, divide_tensor
+from megatron.core.distributed.tensor import TensorGroup, divide_tensor
 from megatron.core.models.gpt.gpt_model import GPTModel, Places
 from megatron.core.models.multimodal.vision_language_model import VisionLanguageModel
 from megatron.core.transformer.config import TransformerConfig
 from megatron.core.transformer.documents import Documents
 from megatron.core.transformer.experts import ExpertLinear
-from megatron.core.transformer.layer_specs import model_spec
 from megatron.core.transformer.linear_cross_entropy import (
     HeadOptions,
     linear_cross_entropy,
@@ -474,26 +473,3 @@ def test_activations_of_a_rank_are_its_share_and_at_most_a_tenth_more(num_ranks)
     (whole,) = run_ranks(1, _kept_bytes, 2048, 1)
     for part in run_ranks(num_ranks, _kept_bytes, 2048, num_ranks):
         assert part < whole * (1 / num_ranks + 0.1)
-
-
-@pytest.mark.parametrize(
-    ("options", "num_ranks", "named"),
-    [
-        ({}, 3, "attention heads .* 3 ranks .* got 8"),
-        ({"num_attention_heads": 12, "kv_channels": 8}, 6, "key and value heads .* got 4"),
-        ({"ffn_hidden_size": 97}, 2, "channels of feed-forward networks .* got 97"),
-        (LATENT, 16, "attention heads .* got 8"),
-        ({**HYBRID, "num_layers": 1}, 8, "key heads of gated delta nets .* got 4"),
-        ({**MOE, "moe_shared_expert_intermediate_size": 63}, 2, "shared experts .* got 63"),
-        ({"qk_layernorm": True, "qk_layernorm_across_heads": True}, 2, "2 ranks .* over all heads"),
-    ],
-)
-def test_what_ranks_cannot_divide_is_refused_by_name(options, num_ranks, named):
-    layer = model_spec(TransformerConfig(**{**DENSE, **options})).layers[0]
-    with pytest.raises(ValueError, match=named):
-        check_tensor(layer, num_ranks)
-
-
-def test_fewer_key_heads_than_ranks_are_accepted():
-    for layer in _model({"num_query_groups": 2}).spec.layers:
-        check_tensor(layer, 8)
