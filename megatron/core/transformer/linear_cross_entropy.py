@@ -385,13 +385,13 @@ def _softmax_over_ranks(
     total, target = tensor.total(
         torch.stack((own_total * (own_top - top).exp(), own_target.where(is_own, 0.0)))
     )
-    log_sum = total.log().add_(top)
+    log_sum = total.log() + top
     if token_weights is not None:
         # As in `_softmax_of_piece`; exponentials are computed again instead of kept.
-        factors = token_weights * (1.0 + 2.0 * options.z_coeff * log_sum)
+        factors = token_weights * (1.0 + 2.0 * options.z_coeff * log_sum) / total
         for rows in pieces:
             x, tanh = _capped(logits[rows].float(), options)
-            x.sub_(log_sum[rows, None]).exp_().mul_(factors[rows, None])
+            x.sub_(top[rows, None]).exp_().mul_(factors[rows, None])
             weights = token_weights[rows] * is_own[rows]
             _write_gradient(logits[rows], x, tanh, numbers[rows], weights)
     return log_sum - target, log_sum
