@@ -100,7 +100,10 @@ def own_rows(numbers: Tensor, num_rows: int, exchange: TensorExchange) -> tuple[
 
     Returns:
         numbers in the part, 0 for rows of other ranks; and whether each is a row of this rank.
+        Numbers of no row are in no part either, so that an operator that reads the part rejects
+        them as it does for the whole table.
     """
+    is_outside = (numbers < 0) | (numbers >= num_rows * exchange.num_ranks)
     numbers = numbers - exchange.rank * num_rows
     is_own = (numbers >= 0) & (numbers < num_rows)
-    return numbers * is_own, is_own
+    return numbers.where(is_own, 0).where(~is_outside, num_rows), is_own

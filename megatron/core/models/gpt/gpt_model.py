@@ -53,7 +53,7 @@ class WordEmbeddings(nn.Embedding):
             return super().forward(tokens)
         numbers, is_own = own_rows(tokens, len(self.weight), self.tensor)
         # One rank has the row and the others add zeros, so sums are exact.
-        rows = super().forward(numbers) * is_own.unsqueeze(-1)
+        rows = super().forward(numbers).masked_fill(~is_own.unsqueeze(-1), 0)
         return self.tensor.scatter(rows)
 
 

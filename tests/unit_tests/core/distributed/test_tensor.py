@@ -416,6 +416,14 @@ def test_logits_of_any_size_are_summed_over_the_vocabulary_chunk_by_chunk(
 
 
 @on_ranks(2)
+def test_a_token_outside_of_the_vocabulary_is_an_error_on_every_rank() -> None:
+    model, _ = _divided(partial(_model, {}), _Ranks(2, 1))
+    for token in (-1, VOCAB):
+        with pytest.raises(IndexError):
+            model(torch.full((1, SEQ), token))
+
+
+@on_ranks(2)
 def test_logits_are_of_the_rank_s_part_of_the_vocabulary() -> None:
     build = partial(_model, MODELS["a z-loss, softcaps and scaled embeddings"])
     ranks = _Ranks(2, 1)
