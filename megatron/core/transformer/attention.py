@@ -95,8 +95,9 @@ class SelfAttention(Attention):
         parts = parts.unflatten(1, (tensor.num_ranks, 2, -1))
         ranks_per_head = tensor.num_ranks // self.spec.num_key_value_heads
         first = tensor.rank // ranks_per_head * ranks_per_head
-        head = parts.narrow(1, first, ranks_per_head).transpose(1, 2).flatten(2, 3)
-        key, value = head.transpose(2, 3).unbind(1)
+        parts = parts.narrow(1, first, ranks_per_head)
+        # Channels are contiguous: otherwise attention would take a kernel with all pairs.
+        key, value = rearrange(parts, "batch ranks two part seq -> two batch seq (ranks part)")
         return key, value
 
     def _heads(
