@@ -29,7 +29,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -56,8 +56,7 @@ class MatrixStep(NamedTuple):
 
     Attributes:
         num_rows: of each of the matrices that are stacked in it.
-        arrays: of the step, as `RuleStates.arrays` returns them; on the parameter's device or in
-            host memory.
+        arrays: of the step, as `RuleStates.arrays` returns them.
     """
 
     parameter: torch.Tensor
@@ -94,8 +93,6 @@ class MatrixBatch(NamedTuple):
     Attributes:
         scalars: of each parameter.
         buffer: [sum of `route.sent_numels`] bf16: rows to send, and the results that come back.
-        staged: the same rows where the states are: page-locked host memory if these are offloaded,
-            otherwise `buffer`.
         update, add: the elementwise phases.
     """
 
@@ -103,7 +100,6 @@ class MatrixBatch(NamedTuple):
     scalars: list[MuonStep]
     route: _Route
     buffer: torch.Tensor
-    staged: torch.Tensor
     update: PlannedUpdates
     add: PlannedUpdates
 
@@ -129,29 +125,10 @@ def check_matrices(parameter: torch.Tensor, num_rows: Sequence[int] | None) -> t
     return found
 
 
-def matrix_rows_of(group: Mapping[str, Any]) -> list[tuple[int, ...]]:
-    """For each parameter of a group of matrices the rows of the matrices in it.
-
-    ValueError for another number of `matrix_rows` than of parameters, and as `check_matrices`.
-    """
-    parameters = group["params"]
-    given = group.get("matrix_rows") or [None] * len(parameters)
-    if len(given) != len(parameters):
-        raise ValueError(f"Expected matrix_rows of {len(parameters)} parameters, got {len(given)}.")
-    return [*map(check_matrices, parameters, given)]
-
-
 class MatrixPass:
     """Plans and carries out steps of matrices. Keeps their routes for the next step."""
 
-    def __init__(self, stage: Callable[[int], torch.Tensor] | None = None) -> None:
-        """
-        Args:
-            stage: allocates host memory of so many elements of bf16, through which the rows of
-                offloaded parameters pass; None: all arrays are where the parameters are.
-        """
-        self._stage = stage
-        self._staged: list[torch.Tensor] = []
+    def __init__(self) -> None:
         self._steps: list[MatrixStep] = []
         self._routes: list[_Route] = []
 
@@ -177,17 +154,8 @@ class MatrixPass:
             if (slot, device) not in memory:
                 most = max(sizes[slot::_NUM_SLOTS])
                 memory[slot, device] = torch.empty(most, dtype=torch.bfloat16, device=device)
-            buffer = memory[slot, device][:numel]
-            staged = buffer if self._stage is None else self._staged_in(slot, sizes)[:numel]
-            found.append(_batch(route, own, buffer, staged))
+            found.append(_batch(route, own, memory[slot, device][:numel]))
         return found
-
-    def _staged_in(self, slot: int, sizes: list[int]) -> torch.Tensor:
-        """Host memory of a slot. It is kept: pinning takes long."""
-        assert self._stage is not None, "asked for with offloaded parameters only"
-        if not self._staged or max(sizes, default=0) > self._staged[0].numel():
-            self._staged = [self._stage(max(sizes)) for _ in range(min(_NUM_SLOTS, len(sizes)))]
-        return self._staged[slot]
 
     def run(
         self,
@@ -207,7 +175,6 @@ class MatrixPass:
             if number < len(batches):
                 prepare(batches[number])
                 carry_out(batches[number].update, grad_scale, kernel)
-                _copy(batches[number].staged, batches[number].buffer)
                 arriving[number] = _send(batches[number])
             if number - 1 in arriving:
                 matrices = arriving.pop(number - 1)()
@@ -215,7 +182,6 @@ class MatrixPass:
                 returning[number - 1] = _return(batches[number - 1], matrices)
             if number - 2 in returning:
                 returning.pop(number - 2)()
-                _copy(batches[number - 2].buffer, batches[number - 2].staged)
                 carry_out(batches[number - 2].add, 1.0, kernel)
 
 
@@ -290,17 +256,9 @@ def _rows_by_place(
     return group, tuple(found[place] for place in range(len(found)))
 
 
-def _copy(source: torch.Tensor, target: torch.Tensor) -> None:
-    """Copies rows between host and device, and waits until they are there."""
-    if source is not target:
-        target.copy_(source)
-
-
-def _batch(
-    route: _Route, steps: Sequence[MatrixStep], buffer: torch.Tensor, staged: torch.Tensor
-) -> MatrixBatch:
+def _batch(route: _Route, steps: Sequence[MatrixStep], buffer: torch.Tensor) -> MatrixBatch:
     updates, additions = [], []
-    for segment, travelling in zip(route.sent, _rows_in(staged, route, route.sent), strict=True):
+    for segment, travelling in zip(route.sent, _rows_in(buffer, route, route.sent), strict=True):
         matrix = route.division.matrices[segment.matrix]
         step, rows = steps[matrix.parameter], route.held[matrix.parameter].rows_at[route.own]
         first = matrix.first_row + segment.first_row - rows.start
@@ -313,7 +271,7 @@ def _batch(
         addition = step.scalars.addition(matrix.num_rows, matrix.num_columns)
         additions.append(Update(addition, {**arrays, "grad": LocalArray(travelling)}))
     parameters, scalars = [step.parameter for step in steps], [step.scalars for step in steps]
-    return MatrixBatch(parameters, scalars, route, buffer, staged, plan(updates), plan(additions))
+    return MatrixBatch(parameters, scalars, route, buffer, plan(updates), plan(additions))
 
 
 def _rows_in(

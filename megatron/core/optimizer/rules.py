@@ -74,11 +74,6 @@ class UpdateRule(ABC):
     def state_dtypes(self) -> dict[str, torch.dtype]: ...
 
     @property
-    def all_state_dtypes(self) -> dict[str, torch.dtype]:
-        """Dtypes of the states of all of its parts; see `part_for`."""
-        return self.state_dtypes
-
-    @property
     @abstractmethod
     def defaults(self) -> dict[str, Any]: ...
 
@@ -129,7 +124,7 @@ class UpdateRule(ABC):
 
     def check_on_host(self) -> None:
         """ValueError for dtypes of states that the host's flat arrays cannot have."""
-        dtypes = tuple(self.all_state_dtypes.values())
+        dtypes = tuple(self.state_dtypes.values())
         if len(set(dtypes)) > 1 or not set(dtypes) <= {*UNSCALED_STATE_DTYPES}:
             raise ValueError(
                 f"Expected all states in one of {UNSCALED_STATE_DTYPES} on the host, got {dtypes}."
@@ -380,10 +375,6 @@ class Muon(ElementwiseRule):
         return {"momentum_buffer": self.momentum_buffer_dtype}
 
     @property
-    def all_state_dtypes(self) -> dict[str, torch.dtype]:
-        return {**self.state_dtypes, **self.scalar.state_dtypes}
-
-    @property
     def defaults(self) -> dict[str, Any]:
         return {
             "lr": 1e-3,
@@ -409,6 +400,12 @@ class Muon(ElementwiseRule):
             check_unset(options, "Muon", ("adjust_lr_fn", "ns_coefficients"))
             return MuonStep.of(options)
         return self.scalar.scalars({**options, "eps": options["adam_eps"]}, step)
+
+    def check_on_host(self) -> None:
+        raise NotImplementedError(
+            "Muon's states cannot be in host memory yet: its matrices are orthogonalized by "
+            "RuleOptimizer only."
+        )
 
     @staticmethod
     def update(

@@ -32,8 +32,6 @@ from megatron.core.lane_timings import D2H, Recorder, StepRecorder
 from megatron.core.lanes import Awaited, Event, IssuingLane, Lane, RelayedEvent
 from megatron.core.optimizer.cpu_offloading.early_updates import EarlyUpdate
 from megatron.core.optimizer.kernels.piece import Piece
-from megatron.core.optimizer.matrix_pass import MatrixStep
-from megatron.core.optimizer.rules import UpdateRule
 from megatron.core.optimizer.state_tensors import MASTER, TensorWrites, is_rounding, like
 
 
@@ -47,32 +45,6 @@ class Slot(NamedTuple):
     def of(self, flat: torch.Tensor) -> torch.Tensor:
         """The parameter's part of one of the bucket's arrays."""
         return flat.narrow(0, self.offset, self.numel)
-
-
-class StatePlaces(NamedTuple):
-    """Where the states of slots are, if these have different ones: matrices of Muon have a
-    momentum, other parameters the moments of Adam. An array of a state has room only for the slots
-    that have it.
-
-    Attributes:
-        rules: the rule of each slot.
-        offsets: elements, of each slot in the arrays of its states.
-        numels: elements of the array of each state, padding included.
-    """
-
-    rules: list[UpdateRule]
-    offsets: list[int]
-    numels: dict[str, int]
-
-    @classmethod
-    def of(cls, slots: Sequence[Slot], rules: Sequence[UpdateRule]) -> StatePlaces:
-        """Puts the states of slots one after the other."""
-        offsets, numels = [], dict[str, int]()
-        for slot, rule in zip(slots, rules, strict=True):
-            offsets.append(max((numels.get(name, 0) for name in rule.state_dtypes), default=0))
-            for name in rule.state_dtypes:
-                numels[name] = offsets[-1] + padded_numel(slot.numel)
-        return cls([*rules], offsets, numels)
 
 
 class Pending(NamedTuple):
@@ -100,7 +72,6 @@ class BucketStep(NamedTuple):
     start: Callable[[float], Callable[[], None]]
     pieces: Sequence[Piece] = ()  # of a rule's work; none of other optimizers
     nbytes: int = 0  # that the work reads and writes; 0: not known
-    matrices: Sequence[MatrixStep] = ()  # whose steps all ranks take together, before the others
 
 
 class Bucket(ABC):
@@ -121,7 +92,6 @@ class Bucket(ABC):
             updated early.
         early: an update that is not final yet; see early_updates.py.
         pending: the last update; None before the first step.
-        state_places: where the rule's states are; None: each has the layout of the bucket.
         reads: events after which readers on other threads have read states and main weights. The
             next update waits for these.
     """
@@ -129,7 +99,6 @@ class Bucket(ABC):
     is_delivered: ClassVar[bool]
     is_streamed = False
     is_watched = False
-    state_places: StatePlaces | None = None
 
     main_weight: torch.Tensor
     grad: torch.Tensor

@@ -18,10 +18,7 @@ from torch import nn
 
 from megatron.core.dtensors import local_tensor
 from megatron.core.optimizer.cpu_offloading.bucket import Bucket, BucketStep, Slot
-from megatron.core.optimizer.kernels.newton_schulz import MuonStep
 from megatron.core.optimizer.kernels.piece import HostKernel, Piece, merged
-from megatron.core.optimizer.matrix_pass import MatrixStep
-from megatron.core.optimizer.rule_states import LocalArray
 from megatron.core.optimizer.rules import UpdateRule
 from megatron.core.optimizer.state_tensors import MASTER, STEP, like
 from megatron.core.optimizer.state_units import StateUnit
@@ -37,7 +34,6 @@ class Stepped(NamedTuple):
     slot: Slot
     gradient: torch.Tensor
     options: Options
-    matrix_rows: tuple[int, ...] = ()  # of the matrices in it; empty where the rule takes none
 
 
 class Executor(ABC):
@@ -104,12 +100,7 @@ class RuleExecutor(Executor):
         rule: UpdateRule,
         kernel: HostKernel,
     ) -> None:
-        """
-        Args:
-            states: the memory of the rule's states, by name, with the layout of the bucket or
-                `bucket.state_places`.
-            kernel: of the rule, or of the part that does not take matrices.
-        """
+        """`states`: the memory of the rule's states, by name, with the layout of the bucket."""
         super().__init__(bucket)
         self._rule = rule
         self._kernel = kernel
@@ -129,19 +120,7 @@ class RuleExecutor(Executor):
             self._rule.scalars(each.options, number)
             for each, number in zip(stepped, numbers, strict=True)
         ]
-        flat, flat_scalars, matrices = [], [], []
-        for each, own in zip(stepped, scalars, strict=True):
-            if isinstance(own, MuonStep):
-                matrices.append(self._matrix_step(each, own))
-            else:
-                flat.append(each.number)
-                flat_scalars.append(own)
-            if self._rule_of(each.number) != self._rule.part_for(each.options):
-                raise ValueError(
-                    f"Expected use_muon as it was when the states of {self.bucket.name} were "
-                    f"allocated, got {each.options['use_muon']}."
-                )
-        pieces = self._planned_pieces(flat, flat_scalars)
+        pieces = self._planned_pieces([each.number for each in stepped], scalars)
 
         def begin() -> None:
             for counter, number in zip(counters, numbers, strict=True):
@@ -150,7 +129,7 @@ class RuleExecutor(Executor):
         gradients = [(each.slot, each.gradient) for each in stepped]
         start = partial(self._kernel.submit, pieces)
         nbytes = sum(piece.traffic for piece in pieces)
-        return BucketStep(self.bucket, gradients, begin, start, pieces, nbytes, matrices)
+        return BucketStep(self.bucket, gradients, begin, start, pieces, nbytes)
 
     def _planned_pieces(self, slots: Sequence[int], scalars: Sequence[Hashable]) -> list[Piece]:
         """The pieces of some slots with the scalars of each."""
@@ -159,7 +138,9 @@ class RuleExecutor(Executor):
         kinds = [firsts.setdefault(own, index) for index, own in enumerate(scalars)]
         if self._pieces_of != (slots, kinds):
             pairs = zip(slots, kinds, strict=True)
-            self._pieces = merged(self._piece(slot, kind) for slot, kind in pairs)
+            self._pieces = merged(
+                self._piece(self.bucket.slots[slot], kind) for slot, kind in pairs
+            )
             self._pieces_of = (slots, kinds)
         return [piece._replace(step=scalars[piece.step]) for piece in self._pieces]
 
@@ -187,38 +168,19 @@ class RuleExecutor(Executor):
             self._view = BucketView(self.main_parameters(), states)
         return self._view
 
-    def _rule_of(self, index: int) -> UpdateRule:
-        places = self.bucket.state_places
-        return self._rule if places is None else places.rules[index]
-
-    def _states_of(self, index: int) -> dict[str, torch.Tensor]:
-        """A slot's parts of the arrays of its states."""
-        slot, places = self.bucket.slots[index], self.bucket.state_places
-        if places is not None:
-            slot = slot._replace(offset=places.offsets[index])
-        return {name: slot.of(self._arrays[name]) for name in self._rule_of(index).state_dtypes}
-
-    def _piece(self, index: int, step: Hashable) -> Piece:
-        slot = self.bucket.slots[index]
+    def _piece(self, slot: Slot, step: Hashable) -> Piece:
         return Piece(
             step,
             slot.of(self.bucket.grad),
             slot.of(self.bucket.main_weight),
-            self._states_of(index),
+            {name: slot.of(array) for name, array in self._arrays.items()},
             out=slot.of(self.bucket.weight),
         )
 
-    def _matrix_step(self, stepped: Stepped, step: MuonStep) -> MatrixStep:
-        piece = self._piece(stepped.number, step)
-        shape = local_tensor(stepped.slot.parameter).shape
-        arrays = {name: LocalArray(flat.view(shape)) for name, flat in piece.arrays().items()}
-        return MatrixStep(stepped.slot.parameter, stepped.matrix_rows, step, arrays)
-
     def _make_states(self, index: int) -> dict[str, torch.Tensor]:
         states = {STEP: torch.zeros((), dtype=torch.float32)}
-        parameter = self.bucket.slots[index].parameter
-        for name, flat in self._states_of(index).items():
-            states[name] = like(parameter, flat.view(local_tensor(parameter).shape))
+        for name, array in self._arrays.items():
+            states[name] = self.bucket.as_state(array, index)
         return states | self.bucket.master(index)
 
 

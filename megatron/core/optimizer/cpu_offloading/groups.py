@@ -18,12 +18,7 @@ from megatron.core.device import Device
 from megatron.core.distributed.fsdp.parameter_group import FsdpParameterGroup, group_of
 from megatron.core.dtensors import local_tensor
 from megatron.core.dtypes import FLOAT_DTYPES
-from megatron.core.optimizer.cpu_offloading.bucket import (
-    Bucket,
-    FsdpBucket,
-    StatePlaces,
-    TensorBucket,
-)
+from megatron.core.optimizer.cpu_offloading.bucket import Bucket, FsdpBucket, TensorBucket
 from megatron.core.optimizer.cpu_offloading.hybrid_settings import HybridSettings
 from megatron.core.optimizer.cpu_offloading.plan import OffloadPlan
 
@@ -139,15 +134,8 @@ def check_on_device(groups: Iterable[OffloadGroup]) -> None:
             )
 
 
-def buckets_of(
-    groups: Sequence[OffloadGroup],
-    settings: HybridSettings,
-    options: Mapping[nn.Parameter, Mapping[str, Any]],
-) -> list[Bucket]:
+def buckets_of(groups: Sequence[OffloadGroup], settings: HybridSettings) -> list[Bucket]:
     """One for each FSDP group; other tensors of one dtype that follow each other share some.
-
-    Args:
-        options: each parameter's group.
 
     Raises:
         ValueError: for dtypes that a rule does not take, if the host carries out one.
@@ -177,11 +165,7 @@ def buckets_of(
             buckets.append(FsdpBucket(fsdp_group, own))
     end_run()
 
-    rule = settings.host.rule
-    for bucket in buckets if rule is not None and rule.takes_matrices else ():
-        rules = [rule.part_for(options[slot.parameter]) for slot in bucket.slots]
-        bucket.state_places = StatePlaces.of(bucket.slots, rules)
-    for bucket in buckets if rule is not None else ():
+    for bucket in buckets if settings.host.rule is not None else ():
         for dtype in (bucket.main_dtype, bucket.grad_dtype, bucket.weight_dtype):
             if dtype not in FLOAT_DTYPES:
                 raise ValueError(

@@ -15,7 +15,6 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from megatron.core.device import Device
-from megatron.core.host_memory import SlabBuilder
 from megatron.core.lane_timings import (
     D2H,
     H2D,
@@ -47,8 +46,7 @@ from megatron.core.optimizer.cpu_offloading.streamed_pass import (
 from megatron.core.optimizer.cpu_offloading.update_split import SplitChooser, interleaved
 from megatron.core.optimizer.kernels.host_threads import host_threads
 from megatron.core.optimizer.kernels.piece import HostKernel, Kernel, Piece
-from megatron.core.optimizer.matrix_pass import MatrixBatch, MatrixPass, matrix_rows_of
-from megatron.core.optimizer.rules import Muon, UpdateRule
+from megatron.core.optimizer.rules import UpdateRule
 from megatron.core.optimizer.state_units import StateUnit
 from megatron.core.optimizer.step_inputs import IDENTITIES, gradient_of
 
@@ -79,31 +77,6 @@ class Lanes(NamedTuple):
         return cls(d2h, start, host, device.lane("optimizer h2d"))
 
 
-class HostStep(NamedTuple):
-    """A step of all buckets, but for the factor of the gradients.
-
-    Attributes:
-        matrices: the batches of matrices of all buckets, in the order of all ranks.
-    """
-
-    steps: list[BucketStep]
-    matrices: list[MatrixBatch]
-
-
-class _Begun(NamedTuple):
-    """A bucket whose gradients are being fetched for a step.
-
-    Attributes:
-        fetched: after which they are there.
-        reads: that the update waits for.
-        early: its early update, if any.
-    """
-
-    fetched: Event
-    reads: list[Event]
-    early: EarlyUpdate | None
-
-
 class HostSide:
     """The buckets of one optimizer, and what updates them. It has none until `add`.
 
@@ -131,10 +104,6 @@ class HostSide:
         self._device = device
         self._settings = settings
         self._kernel: HostKernel | None = None
-        self._matrix_kernel: HostKernel | None = None
-        self._matrix_rows: Mapping[nn.Parameter, tuple[int, ...]] = {}
-        stage = partial(_stage, device, settings.pins_params)
-        self._matrix_pass = MatrixPass(stage if device.is_accelerator else None)
         self._places: dict[int, tuple[Executor, int]] = {}
         self._streamed: StreamedPass | None = None
         self._early: EarlyUpdates | None = None
@@ -158,11 +127,7 @@ class HostSide:
             HostMemoryError, PinError: see `HostAllocator.allocate`.
         """
         if self.rule is not None and buckets and self._kernel is None:
-            # The part of a rule that takes matrices is elementwise, and needs no other threads.
-            rule = self.rule.scalar if isinstance(self.rule, Muon) else self.rule
-            self._kernel = _host_kernel(rule, self._device, self._settings)
-            if self.rule.takes_matrices:
-                self._matrix_kernel = _host_kernel(self.rule, self._device, self._settings)
+            self._kernel = _host_kernel(self.rule, self._device, self._settings)
             if self._settings.early_update_bytes:
                 self._early = EarlyUpdates(self.lanes.start, self.lanes.host, self._kernel)
         allocator.allocate()
@@ -240,8 +205,8 @@ class HostSide:
         """The executor of a bucket that has its memory."""
         rule, kernel, updater = self.rule, self._kernel, self._settings.host
         if rule is not None and kernel is not None:
-            states = allocator.states(bucket, rule.all_state_dtypes)
-            bucket.undo = allocator.undo(bucket, rule.all_state_dtypes)
+            states = allocator.states(bucket, rule.state_dtypes)
+            bucket.undo = allocator.undo(bucket, rule.state_dtypes)
             return RuleExecutor(bucket, states, rule, kernel)
         return TorchExecutor(bucket, updater.cls, updater.options, allocator.widened())
 
@@ -260,32 +225,17 @@ class HostSide:
         self,
         gradients: Mapping[nn.Parameter, torch.Tensor | None],
         options: Mapping[nn.Parameter, Options],
-    ) -> HostStep:
+    ) -> list[BucketStep]:
         """Plans the buckets that have a gradient. Both mappings hold all parameters."""
         self._options = options
-        if self.rule is not None and self.rule.takes_matrices:
-            groups = {id(group): group for group in options.values() if group["use_muon"]}
-            self._matrix_rows = {
-                parameter: rows
-                for group in groups.values()
-                for parameter, rows in zip(group["params"], matrix_rows_of(group), strict=True)
-            }
         planned = [self._plan(executor, gradients) for executor in self.executors]
-        steps = [step for step in planned if step is not None]
-        matrices = [matrix for step in steps for matrix in step.matrices]
-        return HostStep(steps, self._matrix_pass.plan(matrices))
+        return [step for step in planned if step is not None]
 
     def _plan(
         self, executor: Executor, gradients: Mapping[nn.Parameter, torch.Tensor | None]
     ) -> BucketStep | None:
         stepped = [
-            Stepped(
-                index,
-                slot,
-                gradient,
-                self._options[slot.parameter],
-                self._matrix_rows.get(slot.parameter, ()),
-            )
+            Stepped(index, slot, gradient, self._options[slot.parameter])
             for index, slot in enumerate(executor.bucket.slots)
             if (gradient := gradients.get(slot.parameter)) is not None
         ]
@@ -315,25 +265,18 @@ class HostSide:
             after = [fetched, *bucket.reads, *bucket.updates()]
             bucket.early = early.queue(pieces, after, self.timings.coming, bucket.name)
 
-    def step(self, planned: HostStep, grad_scale: float, now: Event) -> None:
-        """Queues the planned steps, and waits for as much of them as the caller needs. Steps of
-        matrices have ended then, but for the copies of new weights; all ranks take them together.
+    def step(self, planned: Sequence[BucketStep], grad_scale: float, now: Event) -> None:
+        """Queues the planned steps, and waits for as much of them as the caller needs.
 
         Args:
             now: after which the gradients may be read and the weights written over.
         """
         timings = self.timings.begin()
         fetched = []
-        begun: dict[int, _Begun] = {}
-        if planned.matrices:
-            begun = {id(step): self._fetch(step, now, timings) for step in planned.steps}
-            self._step_matrices(planned, begun, grad_scale)
-        for step in planned.steps:
+        for step in planned:
             pieces = step.bucket.on_device(step) if step.bucket.is_streamed else None
             if pieces is None:
-                own = begun.get(id(step)) or self._fetch(step, now, timings)
-                self._begin(step, grad_scale, now, timings, own)
-                fetched.append(own.fetched)
+                fetched.append(self._begin(step, grad_scale, now, timings))
             else:
                 self._begin_streamed(step, pieces, grad_scale, now, timings)
         if self._early is not None:
@@ -360,56 +303,20 @@ class HostSide:
                 self._streamed.close()
                 self._streamed = None
 
-    def _fetch(self, step: BucketStep, now: Event, timings: StepRecorder) -> _Begun:
-        """Queues the copy of a bucket's gradients."""
-        bucket = step.bucket
+    def _begin(
+        self, step: BucketStep, grad_scale: float, now: Event, timings: StepRecorder
+    ) -> Event:
+        """Queues a bucket's step. Returns the event after which its gradients have been read."""
+        bucket, h2d = step.bucket, self.lanes.h2d
         slots = [slot for slot, _ in step.gradients]
         early = bucket.take_early()
+        is_final = early is not None and early.is_final(step.pieces, grad_scale)
 
         def fetch() -> None:
             bucket.keep_main_weight(slots)
             if early is not None and not bucket.is_fetched(step.gradients):
                 early.expire()
             bucket.fetch(step.gradients)
-
-        step.begin()
-        reads = bucket.take_reads()
-        # Main weights that are copies may be taken over from the parameters first, and so must not
-        # be read meanwhile.
-        before_fetch = [now] if bucket.is_delivered else [now, *reads]
-        # Gradients that were fetched during the backward are not fetched again.
-        is_fetched = self._settings.overlap.in_backward and bucket.is_delivered
-        nbytes = 0 if is_fetched else bucket.grad.nbytes
-        fetch_timed = timings.timed(D2H, fetch, nbytes, bucket.name)
-        fetched = bucket.queue_fetch(self.lanes.d2h, fetch_timed, before_fetch)
-        return _Begun(fetched, reads, early)
-
-    def _step_matrices(
-        self, planned: HostStep, begun: Mapping[int, _Begun], grad_scale: float
-    ) -> None:
-        """Steps the matrices of all buckets, once their gradients have come down. The exchanges are
-        issued here, in the order of all ranks.
-        """
-        assert self._matrix_kernel is not None, "made with the first bucket"
-        for step in planned.steps:
-            own = begun[id(step)]
-            for event in (own.fetched, *own.reads, *step.bucket.updates()):
-                event.synchronize()
-        self._matrix_pass.run(planned.matrices, grad_scale, self._matrix_kernel, lambda _: None)
-
-    def _begin(
-        self,
-        step: BucketStep,
-        grad_scale: float,
-        now: Event,
-        timings: StepRecorder,
-        begun: _Begun,
-    ) -> None:
-        """Queues the update of a bucket whose gradients are being fetched."""
-        bucket, h2d = step.bucket, self.lanes.h2d
-        slots = [slot for slot, _ in step.gradients]
-        fetched, reads, early = begun
-        is_final = early is not None and early.is_final(step.pieces, grad_scale)
 
         def update_again(early: EarlyUpdate) -> None:
             early.restore()
@@ -424,6 +331,16 @@ class HostSide:
             else:
                 started.append(partial(update_again, early))
 
+        step.begin()
+        reads = bucket.take_reads()
+        # Main weights that are copies may be taken over from the parameters first, and so must not
+        # be read meanwhile.
+        before_fetch = [now] if bucket.is_delivered else [now, *reads]
+        # Gradients that were fetched during the backward are not fetched again.
+        is_fetched = self._settings.overlap.in_backward and bucket.is_delivered
+        nbytes = 0 if is_fetched else bucket.grad.nbytes
+        fetch_timed = timings.timed(D2H, fetch, nbytes, bucket.name)
+        fetched = bucket.queue_fetch(self.lanes.d2h, fetch_timed, before_fetch)
         started: list[Callable[[], None]] = []
         nbytes = 0 if is_final else step.nbytes
         work = timings.timed(HOST, lambda: started.pop()(), nbytes, bucket.name)
@@ -439,6 +356,7 @@ class HostSide:
         # Where the device waits for its weights, parameters are the main weights themselves.
         bucket.pending = Pending(sent.first if bucket.is_delivered else sent, sent, sent)
         bucket.deliver(timings)
+        return fetched
 
     def _begin_streamed(
         self,
@@ -576,14 +494,6 @@ def _begin_early(
     own, its = side(), executor()
     if own is not None and its is not None:
         own.begin_early(its, fetched)
-
-
-def _stage(device: Device, is_pinned: bool, numel: int) -> torch.Tensor:
-    """Host memory through which rows of matrices pass, bf16."""
-    builder = SlabBuilder()
-    offset = builder.add(numel, torch.bfloat16)
-    slab = builder.build(device, is_pinned=is_pinned, purpose="matrices")
-    return slab.tensor(offset, numel, torch.bfloat16)
 
 
 def _host_kernel(rule: UpdateRule, device: Device, settings: HybridSettings) -> HostKernel:
