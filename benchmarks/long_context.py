@@ -25,7 +25,7 @@ from benchmarks.helpers import report
 from benchmarks.helpers.benchmark import Benchmark
 from benchmarks.helpers.memory import peak_bytes
 from benchmarks.helpers.models import SEED, llama_config
-from benchmarks.helpers.result import Measurement, Ratio, Result, measured
+from benchmarks.helpers.result import Measurement, Ratio, measured
 from megatron.core.config import ExecutionConfig
 from megatron.core.device import Device
 from megatron.core.layer_execution import prepare_layers
@@ -148,12 +148,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     models = {name: build(arguments, side) for name, side in SIDES.items()}
     found = [measure(models, arguments, length) for length in arguments.sequences]
-    result = Result(
-        tuple(one for sides, _ in found for one in sides),
-        tuple(ratio for _, ratios in found for ratio in ratios),
-        settings=report.settings_of(arguments),
-    )
-    report.hand_over(result, arguments.output)
+    report.hand_over_all(found, arguments)
 
 
 if __name__ == "__main__":

@@ -42,7 +42,7 @@ from benchmarks.helpers.benchmark import Benchmark
 from benchmarks.helpers.memory import peak_bytes
 from benchmarks.helpers.models import SEED, llama_config
 from benchmarks.helpers.ranks import launched
-from benchmarks.helpers.result import Measurement, Ratio, Result, measured
+from benchmarks.helpers.result import Measurement, Ratio, measured
 from megatron.core.distributed import tensor
 from megatron.core.models.gpt.activations import Microbatch
 from megatron.core.models.gpt.gpt_model import Places, TransformerBlock
@@ -309,12 +309,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     with launched() as (launch, _):
         found = [compare(arguments, length) for length in arguments.sequences]
     if launch.rank == 0:
-        result = Result(
-            tuple(one for measurements, _ in found for one in measurements),
-            tuple(ratio for _, ratios in found for ratio in ratios),
-            settings=report.settings_of(arguments),
-        )
-        report.hand_over(result, arguments.output)
+        report.hand_over_all(found, arguments)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from benchmarks.helpers.result import Result
+from benchmarks.helpers.result import Measurement, Ratio, Result
 from benchmarks.helpers.tables import measurement_lines, not_run_lines, ratio_lines
 from benchmarks.helpers.versions import versions
 
@@ -73,6 +73,18 @@ def seconds(work: Callable[[], object]) -> float:
 def medians(times: Mapping[_Name, Sequence[float]]) -> dict[_Name, float]:
     """The median of each list."""
     return {name: statistics.median(values) for name, values in times.items()}
+
+
+def hand_over_all(
+    found: Sequence[tuple[Sequence[Measurement], Sequence[Ratio]]], arguments: argparse.Namespace
+) -> None:
+    """Hands over several comparisons with the arguments of one benchmark, in order."""
+    result = Result(
+        tuple(one for measurements, _ in found for one in measurements),
+        tuple(ratio for _, ratios in found for ratio in ratios),
+        settings=settings_of(arguments),
+    )
+    hand_over(result, arguments.output)
 
 
 def hand_over(result: Result, output: Path | None = None) -> None:
