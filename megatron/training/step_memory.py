@@ -65,10 +65,23 @@ class InUse(NamedTuple):
             whole during the step.
         in_backward: these, their gradients, and weights and gradients of two layers: one is
             gathered or reduced while the other computes.
+        sums: sums over earlier microbatches whose reduction is deferred, a part of `in_backward`.
+        earlier_gradients: gradients that earlier microbatches have left, of those at rest.
     """
 
     root_weights: int
     in_backward: int
+    sums: int
+    earlier_gradients: int
+
+
+class Moment(NamedTuple):
+    """Bytes on the device at a moment of a step that may be its peak, beside weights and states."""
+
+    gradients: int
+    whole_layers: int
+    activations: int
+    loss: int
 
 
 class RunMemory(NamedTuple):
@@ -94,30 +107,32 @@ class RunMemory(NamedTuple):
         return kept + self.activations.recomputed
 
     @property
+    def _gradients_nbytes(self) -> int:
+        return self.states.at_rest.get(GRADIENTS, StateBytes(0, 0)).device
+
+    @property
+    def peak(self) -> Moment:
+        """The step's peak: in the loss, in the backward of the last layer, or at the end of the
+        backward. Gradients come as activations go.
+        """
+        use, activations = self.in_use, self.activations_on_device
+        at_loss = use.root_weights + use.sums
+        return max(
+            Moment(use.earlier_gradients, at_loss, activations, self.activations.loss),
+            Moment(use.earlier_gradients, use.in_backward, activations, 0),
+            Moment(self._gradients_nbytes, use.in_backward, 0, 0),
+            key=sum,
+        )
+
+    @property
     def device_nbytes(self) -> int:
         """Bytes at the step's peak."""
-        on_top = self.whole_layers + self.loss
-        return self.states.device_nbytes + self.activations_on_device + on_top
+        return self.states.device_nbytes - self._gradients_nbytes + sum(self.peak)
 
     @property
     def slots_nbytes(self) -> int:
         """Bytes on the device for streamed states."""
         return self.states.at_rest.get(SLOTS, StateBytes(0, 0)).device
-
-    @property
-    def peaks_at_loss(self) -> bool:
-        """Whether the peak is in the loss; otherwise it is in the backward of the last layer."""
-        return self.in_use.root_weights + self.activations.loss > self.in_use.in_backward
-
-    @property
-    def whole_layers(self) -> int:
-        """Bytes of whole weights and gradients at the peak."""
-        return self.in_use.root_weights if self.peaks_at_loss else self.in_use.in_backward
-
-    @property
-    def loss(self) -> int:
-        """Bytes of the loss at the peak."""
-        return self.activations.loss if self.peaks_at_loss else 0
 
     @property
     def host_nbytes(self) -> int:
@@ -131,12 +146,14 @@ def rows_of(memory: RunMemory) -> dict[str, StateBytes]:
         kind = name if name in _WEIGHTS else STATES
         before = rows.get(kind, StateBytes(0, 0))
         rows[kind] = StateBytes(before.device + row.device, before.host + row.host)
+    peak = memory.peak
+    rows[GRADIENTS] = rows[GRADIENTS]._replace(device=peak.gradients)
 
     # If weights are whole at rest, as on one rank, only gradients come on top.
     in_use = WHOLE_LAYERS if memory.in_use.root_weights else IN_BACKWARD
-    rows[in_use] = StateBytes(memory.whole_layers, 0)
-    rows[ACTIVATIONS] = StateBytes(memory.activations_on_device, memory.activations_room)
-    rows[LOSS] = StateBytes(memory.loss, 0)
+    rows[in_use] = StateBytes(peak.whole_layers, 0)
+    rows[ACTIVATIONS] = StateBytes(peak.activations, memory.activations_room)
+    rows[LOSS] = StateBytes(peak.loss, 0)
     return {name: row for name, row in rows.items() if any(row)}
 
 
@@ -299,17 +316,22 @@ def _least_memory(device: Device, mesh: DeviceMesh) -> tuple[int, int]:
 
 
 def _in_use(model: GPTModel, states: PlannedMemory, config: EngineConfig, world_size: int) -> InUse:
+    is_one = _num_microbatches(config, world_size) == 1
     if not states.shards.units:
-        return _tensors_in_use(model, config)
+        at_rest = states.at_rest.get(GRADIENTS, StateBytes(0, 0)).device
+        return _tensors_in_use(model, config, 0 if is_one else at_rest)
     layers = sharding_units(model)
     owners = {module: number for number, layer in enumerate(layers) for module in layer.modules()}
 
     weights, gradients = [0] * len(layers), [0] * len(layers)
-    root_weights = root_gradients = partial = of_one = lane = largest = 0
+    root_weights = root_gradients = partial = of_one = lane = largest = earlier = 0
+    reduced = [0] * len(layers)  # by the last microbatch
     for unit, planned in zip(units_of(model), states.shards.units, strict=True):
         for group in planned.groups:
             partial += group.partial_grads_nbytes
             lane = max(lane, group.reduction_nbytes)
+            is_reduced_now = is_one or group.defers_reduction
+            earlier += 0 if is_reduced_now else group.grad_nbytes
             if not group.defers_all_axes:
                 of_one = max(of_one, group.partial_grads_nbytes)
             numel = max(math.prod(parameter.shape) for parameter in group.parameters)
@@ -321,27 +343,31 @@ def _in_use(model: GPTModel, states: PlannedMemory, config: EngineConfig, world_
             else:
                 weights[owners[unit.module]] += group.whole_weights_nbytes
                 gradients[owners[unit.module]] += group.whole_grads_nbytes
+                reduced[owners[unit.module]] += group.grad_nbytes if is_reduced_now else 0
 
     of_layers = _largest_two(weights)
     if not config.parallel.megatron_fsdp_reshard_after_forward:
         of_layers = sum(weights)
     # Sums of several microbatches wait for their reduction. Sums of one are reduced over the other
     # axes at once, in the two groups that are in flight.
-    is_one = _num_microbatches(config, world_size) == 1
     deferred = min(partial, 2 * of_one) if is_one else partial
     # A gradient of autograd, before its module has room for more.
     of_backward = root_gradients + _largest_two(gradients) + largest + deferred + lane
-    return InUse(root_weights, root_weights + of_layers + of_backward)
+    # The layer whose whole gradients are being reduced has its reduced ones already.
+    of_backward += max(reduced, default=0)
+    in_backward = root_weights + of_layers + of_backward
+    return InUse(root_weights, in_backward, 0 if is_one else partial, earlier)
 
 
-def _tensors_in_use(model: GPTModel, config: EngineConfig) -> InUse:
+def _tensors_in_use(model: GPTModel, config: EngineConfig, earlier_gradients: int) -> InUse:
     """Returns the bytes for PyTorch FSDP2, which reduces gradients in fp32; 0 otherwise."""
     if not config.parallel.use_torch_fsdp2:
-        return InUse(0, 0)
+        return InUse(0, 0, 0, earlier_gradients)
     itemsize = DTYPES[config.compute_dtype].itemsize
     layers = [sum(p.numel() for p in u.parameters()) for u in sharding_units(model)]
     root, two = sum(p.numel() for p in model.parameters()) - sum(layers), _largest_two(layers)
-    return InUse(root * itemsize, (root + two) * (itemsize + torch.float32.itemsize))
+    in_backward = (root + two) * (itemsize + torch.float32.itemsize)
+    return InUse(root * itemsize, in_backward, 0, earlier_gradients)
 
 
 def _num_microbatches(config: EngineConfig, world_size: int) -> int:

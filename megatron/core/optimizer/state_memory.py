@@ -37,9 +37,9 @@ class StateBytes(NamedTuple):
 def state_memory(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, StateBytes]:
     """The bytes of each state on this rank, between two steps.
 
-    Gradients of parameters outside of FSDP groups count from the start, as large as their
-    parameters. Weights and gradients that have memory only while a group is in use count if it is.
-    States count once the optimizer has them.
+    Gradients that the optimizer reads count from the start, though they have memory only from the
+    backward until they are cleared. Weights and gradients that have memory only while a group is in
+    use count if it is. States count once the optimizer has them.
 
     Args:
         model: plain, FSDP2's, or with FSDP groups; its parameters at rest.
@@ -159,6 +159,8 @@ def _count_group(
     # An offloaded optimizer has counted the main weights that it updates.
     if not group.delivery.is_claimed_by(optimizer):
         counter.add(MAIN, group.main_weight.local_buffer, is_on_host=group.is_on_host)
+    if group.main_grad is None:
+        counter.add_device(GRADIENTS, group.plan.grad_nbytes)
     if group.gradients is not None:
         for gradient in (group.gradients.main, group.gradients.unsharded, group.gradients.partial):
             if gradient is not None:

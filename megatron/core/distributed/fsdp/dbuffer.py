@@ -22,7 +22,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement
 
@@ -33,7 +33,6 @@ from megatron.core.distributed.fsdp.placement import axes_to_move, check_placeme
 from megatron.core.distributed.fsdp.replica import ReplicaDTensor
 from megatron.core.distributed.fsdp.uneven_dtensor import UnevenDTensor
 from megatron.core.distributed.fsdp.uneven_rows import uneven_placements
-from megatron.core.dtensors import dtensor_over
 
 P = TypeVar("P", bound=Placement)
 
@@ -157,7 +156,7 @@ class DBuffer:
         numel = chunk.num_rows * (self.layout.numel(index) // shape[0]) if chunk.num_rows else 0
         return self.local_buffer.narrow(0, chunk.offset, numel).view(chunk.num_rows, *shape[1:])
 
-    def get_dtensor(self, index: int) -> DTensor:
+    def get_dtensor(self, index: int) -> UnevenDTensor | ReplicaDTensor:
         """Tensor `index` as a DTensor over this rank's rows, a view of the buffer: an
         `UnevenDTensor`, or a `ReplicaDTensor` if no axis shards.
         """
@@ -168,7 +167,7 @@ class DBuffer:
         if not any(sharded_axes(self.placements)):
             meta = TensorMeta(shape, strides, self.dtype)
             spec = DTensorSpec(self.mesh, self.placements, tensor_meta=meta)
-            return dtensor_over(local, spec, cls=ReplicaDTensor)
+            return ReplicaDTensor.of(local, spec)
 
         # Outside the mesh there are no rows, whichever rank's placements these are.
         coordinate = self.mesh.get_coordinate() or (0,) * self.mesh.ndim

@@ -12,6 +12,10 @@ The gradient of a sharded parameter is its sum so far: None, a part of `main`, o
 microbatches of a deferred reduction, a part of `partial`, with the placements of a partial sum.
 There is no other record, so clearing gradients, to None or to zero, is enough to start a new sum.
 
+`main` exists from the first reduction into it until the group's next forward, or next reduction,
+that finds all gradients cleared to None: the forward then runs without it. It is allocated anew
+rather than resized, so a gradient that a program has kept keeps its values.
+
 Messages between ranks must not depend on which gradients each of them has. So whether a microbatch
 has deferred a reduction is remembered apart from the gradients, alike on all ranks.
 """
@@ -84,16 +88,17 @@ def carry_out_reductions(reductions: Sequence[Prepared], labels: Sequence[Label]
 
 
 class GroupGradients:
-    """The gradient buffers of one parameter group. `unsharded` and `partial` have memory only while
-    they are needed.
+    """The gradient buffers of one parameter group, which have memory only while they are needed.
 
     Attributes:
         unsharded, partial, main: buffers, described in the module's docstring. `partial` is None
-            where no reduction is deferred.
+            where no reduction is deferred, `main` while no gradient has been reduced.
     """
 
+    main: DBuffer | None
+
     def __init__(self, plan: GroupPlan, mesh: DeviceMesh, device: torch.device) -> None:
-        placements, layout, main = plan.placements, plan.layout, plan.grad_dtype
+        placements, layout = plan.placements, plan.layout
         self._plan = plan
         self._mesh = mesh
         self._device = device
@@ -109,20 +114,24 @@ class GroupGradients:
             placement if kept else _as_partial(placement)
             for placement, kept in zip(placements.gradient, placements.is_kept, strict=True)
         ]
-        self.main = DBuffer(mesh, placements.optimizer, layout, main, device)
+        self.main = None
+        self._main_rows: Sequence[torch.Tensor] = ()
+        self._main_grads: Sequence[DTensor] = ()
+        self._earlier_writes = 0  # to buffers before `main`
+        # To describe a DTensor takes ten times as long as to make one like another.
+        numbers = range(len(layout.tensor_shapes))
+        likes = DBuffer(mesh, placements.optimizer, layout, plan.grad_dtype, "meta")
+        self._main_likes = [likes.get_dtensor(index) for index in numbers]
         self.unsharded = DBuffer(mesh, partial_sums, layout, plan.sent_dtype, device)
         self.partial: DBuffer | None = None
 
-        # All views are made now, since none can be made while a storage is released.
-        numbers = range(len(layout.tensor_shapes))
+        # Their views are made now, since none can be made while a storage is released.
         self._slots = [self.unsharded.get_local_tensor(index) for index in numbers]
-        self._main_rows = [self.main.get_local_tensor(index) for index in numbers]
-        self._main_grads = [self.main.get_dtensor(index) for index in numbers]
         if plan.defers_reduction:
-            self.partial = DBuffer(mesh, placements.gradient, layout, main, device)
+            self.partial = DBuffer(mesh, placements.gradient, layout, plan.grad_dtype, device)
             self._partial_rows = [self.partial.get_local_tensor(index) for index in numbers]
             self._partial_grads = [self.partial.get_dtensor(index) for index in numbers]
-            inner = self.partial.view(self.main.placements)
+            inner = self.partial.view(placements.optimizer)
             self._main_rows_in_partial = [inner.get_local_tensor(index) for index in numbers]
             self.partial.release_storage()
         self.unsharded.release_storage()
@@ -157,14 +166,29 @@ class GroupGradients:
 
     def is_main(self, index: int, gradient: torch.Tensor | None) -> bool:
         """Whether a parameter's gradient is the one in `main`, not one that replaced it."""
-        return gradient is self._main_grads[index]
+        return self.main is not None and gradient is self._main_grads[index]
 
     def main_versions(self) -> int:
-        """Counts the writes to `main` that autograd sees, through the gradients or the buffer."""
-        versions = self.main.local_buffer._version
+        """Counts the writes to `main` that autograd sees, through the gradients or the buffer. A
+        new buffer counts as a write.
+        """
+        versions = self._earlier_writes
+        if self.main is not None:
+            versions += self.main.local_buffer._version
         for gradient in self._main_grads:
             versions += gradient._version + gradient._local_tensor._version
         return versions
+
+    def is_main_unused(self, parameters: Iterable[nn.Parameter]) -> bool:
+        """Whether `main` exists though all gradients have been cleared to None."""
+        return self.main is not None and all(own.grad is None for own in parameters)
+
+    def free_main(self) -> None:
+        """Drops `main`, whose memory is free unless a program has kept a gradient. Call it after
+        all other lanes have read it.
+        """
+        self._earlier_writes = self.main_versions() + 1
+        self.main, self._main_rows, self._main_grads = None, (), ()
 
     def collect(self, index: int, gradient: torch.Tensor) -> None:
         """Takes a gradient of the whole parameter `index`; adds it to one that is there. The caller
@@ -206,6 +230,9 @@ class GroupGradients:
         has_deferred, self._has_deferred = self._has_deferred, not is_last
         joins = self.takes_memory_to_reduce(parameters)
         received, self._received = frozenset(self._received), set()
+        # Cleared after the forward: a gradient that a program has kept must not be written over.
+        if self.is_main_unused(parameters):
+            self.free_main()
         with_sum = [index for index, own in enumerate(parameters) if own.grad is not None]
         in_partial = [index for index in with_sum if is_partial(parameters[index].grad)]
         in_main = [index for index in with_sum if index not in in_partial]
@@ -217,12 +244,14 @@ class GroupGradients:
 
         if joins:
             self._take_memory()
+        if in_main or is_last or self.partial is None:
+            self._allocate_main()
         self._take_over(parameters, in_main, self._main_grads)
 
         # Straight to `main` if no axis is deferred, or if all are and this microbatch is the only
         # one.
         if self.partial is None or (is_last and not has_deferred and self._plan.defers_all_axes):
-            step = self._step(self.unsharded, self.main, in_main, received)
+            step = self._step(self.unsharded, self._allocated_main, in_main, received)
             self._show(parameters, received, self._main_grads)
             return Prepared(self, [], [step])
 
@@ -238,7 +267,7 @@ class GroupGradients:
             steps.append(self._step(self.unsharded, self.partial, kept, received))
         shown = received.union(kept)
         if is_last:
-            steps.append(self._step(self.partial, self.main, in_main, shown))
+            steps.append(self._step(self.partial, self._allocated_main, in_main, shown))
         self._show(parameters, shown, self._main_grads if is_last else self._partial_grads)
         return Prepared(self, folded, steps)
 
@@ -267,6 +296,22 @@ class GroupGradients:
     def forget_deferred(self) -> None:
         """Forgets that a reduction was deferred. All ranks must call it, without partial sums."""
         self._has_deferred = False
+
+    @property
+    def _allocated_main(self) -> DBuffer:
+        assert self.main is not None, "allocated before"
+        return self.main
+
+    def _allocate_main(self) -> None:
+        if self.main is not None:
+            return
+        plan = self._plan
+        self.main = DBuffer(
+            self._mesh, plan.placements.optimizer, plan.layout, plan.grad_dtype, self._device
+        )
+        self._main_rows = [self.main.get_local_tensor(i) for i in range(len(self._main_likes))]
+        pairs = zip(self._main_likes, self._main_rows, strict=True)
+        self._main_grads = [like.with_local(rows) for like, rows in pairs]
 
     def _take_memory(self) -> None:
         if self._plan.skips_reduction:
@@ -358,7 +403,7 @@ class GroupGradients:
         """
         scale = 1.0
         for axis, (own, reduced) in enumerate(
-            zip(self._plan.placements.gradient, self.main.placements, strict=True)
+            zip(self._plan.placements.gradient, self._plan.placements.optimizer, strict=True)
         ):
             if isinstance(own, Partial) and isinstance(reduced, Shard) and own.reduce_op == "avg":
                 scale *= self._mesh.size(axis)

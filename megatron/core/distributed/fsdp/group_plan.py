@@ -5,8 +5,9 @@
                                                                        they are gathered
     main weights      optimizer    optimizer x main dtype, or none:    none
                                    see `has_own_main`
-    gradients         optimizer    optimizer x gradient dtype          in_use x sent dtype, and the
-                                                                       sums of a deferred reduction
+    gradients         optimizer    optimizer x gradient dtype, from    in_use x sent dtype, and the
+                                   the backward until they are         sums of a deferred reduction
+                                   cleared
 
 Every rank's piece of a buffer is as long as any other's, so the sizes hold for each rank of the
 mesh. A plan needs neither memory nor process groups. `FsdpParameterGroup` makes its buffers of one,

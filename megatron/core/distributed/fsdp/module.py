@@ -374,6 +374,8 @@ class FsdpModule(Fsdp2Methods):
                 self.context.unshard_for_recomputation(self)
             else:
                 self.context.unshard_for_forward(self)
+                for group in self.parameter_groups:
+                    group.free_unused_main_grad()
             self._fsdp_show_full()
         except BaseException:
             self.activity = before

@@ -205,7 +205,7 @@ class FsdpParameterGroup:
 
     @property
     def main_grad(self) -> DBuffer | None:
-        """The gradients that the optimizer reads; None in a frozen group."""
+        """The gradients that the optimizer reads; None while there are none."""
         return None if self.gradients is None else self.gradients.main
 
     @property
@@ -455,17 +455,21 @@ class FsdpParameterGroup:
 
     def _prepare_reduction(self, is_last: bool) -> Prepared:
         assert self.gradients is not None, "called for groups that have gradients"
-        reads, self._main_grad_reads = self._main_grad_reads, []
-        for event in reads:
-            # The last step's gradients may still be copied to the host from the same memory.
-            self.timeline.awaited(event, D2H, self.display_name).wait()
-
+        self._wait_main_grad_read()
         prepared = self.gradients.reduce(self._sharded, is_last)
         for step in prepared.steps:
             if step.axes:
                 details = gradient_details(step.received, step.kept)
                 self._record(step.axes, Kind.REDUCE, *details)
         return prepared
+
+    def _wait_main_grad_read(self) -> None:
+        """Makes this thread's next work wait until the last step's gradients have been copied to
+        the host.
+        """
+        reads, self._main_grad_reads = self._main_grad_reads, []
+        for event in reads:
+            self.timeline.awaited(event, D2H, self.display_name).wait()
 
     def wait_reduced(self, reduced: Event) -> None:
         """Makes this thread's next work wait for `reduce`, by its event."""
@@ -477,6 +481,14 @@ class FsdpParameterGroup:
         """
         assert self.gradients is not None, "called for groups that have gradients"
         self.gradients.release(self._sharded)
+
+    def free_unused_main_grad(self) -> None:
+        """Frees the reduced gradients if all of them have been cleared to None. In a forward, whose
+        weights have been updated by them, the copies to wait for are done.
+        """
+        if self.gradients is not None and self.gradients.is_main_unused(self._sharded):
+            self._wait_main_grad_read()
+            self.gradients.free_main()
 
     def send_main_grad(self, send_down: Callable[[Event], Event], first: int = 0) -> None:
         """Has the reduced gradients of every last microbatch sent away as soon as they are ready.
@@ -490,7 +502,7 @@ class FsdpParameterGroup:
         self._send_down[first] = send_down
 
     def hold_main_grad(self, read: Event) -> None:
-        """Has the next reduction wait for an event before it writes to the reduced gradients."""
+        """Has reduced gradients neither overwritten nor freed before an event."""
         self._main_grad_reads.append(read)
 
     # Update
@@ -650,7 +662,7 @@ class FsdpParameterGroup:
         for parameter in (full, sharded):
             vars(parameter).update(vars(owned.original))
         setattr(sharded, _GROUP, weakref.ref(self))
-        if self.main_grad is not None and self.main_grad.dtype != self.main_weight.dtype:
+        if self.requires_grad and self.plan.grad_dtype != self.main_weight.dtype:
             # Any dtype; `fully_shard_optimizer` casts for the time of a step.
             sharded.grad_dtype = None
 

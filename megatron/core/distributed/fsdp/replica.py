@@ -21,6 +21,7 @@ import torch
 from torch import nn
 from torch._compile import _disable_dynamo
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor.placement_types import Placement
 from torch.utils._pytree import tree_map
 
@@ -35,6 +36,11 @@ class ReplicaDTensor(DTensor):
     """A DTensor without a shard. Operators return plain DTensors, on the device of the data."""
 
     @classmethod
+    def of(cls, local: torch.Tensor, spec: DTensorSpec) -> ReplicaDTensor:
+        """A DTensor over a local tensor, on its device."""
+        return dtensor_over(local, spec, cls=cls)  # type: ignore[return-value]
+
+    @classmethod
     def over(cls, other: DTensor, device: torch.device) -> DTensor:
         """The parameter `other` without a gradient, over the same memory.
 
@@ -42,6 +48,10 @@ class ReplicaDTensor(DTensor):
             device: reported as the parameter's device.
         """
         return dtensor_over(other._local_tensor, other._spec, device, cls)
+
+    def with_local(self, local: torch.Tensor) -> ReplicaDTensor:
+        """A DTensor as this one over another local tensor of its shape, strides and dtype."""
+        return self.of(local, self._spec)
 
     def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
         """As `UnevenDTensor`'s."""

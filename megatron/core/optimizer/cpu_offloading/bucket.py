@@ -277,11 +277,9 @@ class FsdpBucket(Bucket):
     is_delivered = True
 
     def __init__(self, group: FsdpParameterGroup, stepped: Iterable[nn.Parameter]) -> None:
-        main_grad, gradients = group.main_grad, group.gradients
-        assert main_grad is not None, "parameters that are stepped require gradients"
-        assert gradients is not None, "as main_grad"
+        gradients = group.gradients
+        assert gradients is not None, "parameters that are stepped require gradients"
         self._group = group
-        self._main_grad = main_grad
         self._gradients = gradients
         self._indices = sorted(group.index_of(parameter) for parameter in stepped)
         self._fetched: int | None = None  # main_versions of the gradients in `grad`
@@ -302,9 +300,9 @@ class FsdpBucket(Bucket):
             numel,
             main_numel=group.main_weight.range.numel,
             main_dtype=group.main_weight.dtype,
-            grad_dtype=main_grad.dtype,
+            grad_dtype=group.plan.grad_dtype,
             weight_dtype=group.dtype,
-            accepted_grad_dtypes=(main_grad.dtype,),
+            accepted_grad_dtypes=(group.plan.grad_dtype,),
         )
 
     def own_main_weight(self) -> torch.Tensor | None:
@@ -365,7 +363,7 @@ class FsdpBucket(Bucket):
         """
         # Before the copy: writes during the copy must count as writes after it.
         self._fetched = self._main_versions() if seen_versions is None else seen_versions
-        self.grad.copy_(self._part(self._main_grad.local_buffer), non_blocking=True)
+        self.grad.copy_(self._main_grad(), non_blocking=True)
 
     def is_fetched(self, gradients: Sequence[tuple[Slot, torch.Tensor]]) -> bool:
         return not self._assigned(gradients) and self._fetched == self._main_versions()
@@ -373,7 +371,7 @@ class FsdpBucket(Bucket):
     def fetch(self, gradients: Sequence[tuple[Slot, torch.Tensor]]) -> None:
         others = self._assigned(gradients)
         if len(others) < len(gradients) and self._fetched != self._main_versions():
-            self.grad.copy_(self._part(self._main_grad.local_buffer), non_blocking=True)
+            self.grad.copy_(self._main_grad(), non_blocking=True)
         self._fetched = None
         fetch_each(self.grad, others)
 
@@ -388,16 +386,11 @@ class FsdpBucket(Bucket):
         if self._assigned(step.gradients):
             return None
 
-        grad = self._part(self._main_grad.local_buffer)
         weight = self._part(self._group.post_optimizer_model_weight.local_buffer)
         found = []
         for start, piece in self._placed(step.pieces):
-            numel = piece.numel
-            found.append(
-                piece._replace(
-                    grad=grad.narrow(0, start, numel), out=weight.narrow(0, start, numel)
-                )
-            )
+            grad = self._main_grad().narrow(0, start, piece.numel)
+            found.append(piece._replace(grad=grad, out=weight.narrow(0, start, piece.numel)))
         return found
 
     def with_undo(self, step: BucketStep) -> list[Piece]:
@@ -444,6 +437,12 @@ class FsdpBucket(Bucket):
     def _main_versions(self) -> int:
         """Counts the writes to the group's gradients."""
         return self._gradients.main_versions()
+
+    def _main_grad(self) -> torch.Tensor:
+        """The bucket's part of the group's gradients, of which there are some."""
+        main = self._gradients.main
+        assert main is not None, "kept until it has been read"
+        return self._part(main.local_buffer)
 
     def _part(self, flat: torch.Tensor) -> torch.Tensor:
         """The bucket's part of one of the group's local buffers."""

@@ -53,7 +53,7 @@ def test_layers_and_the_rest_are_sharded_and_get_the_weights_of_the_unsharded_mo
     names = dict(reference.named_parameters())
     for module in (model, *model.layers):
         (group,) = module.parameter_groups
-        assert (group.dtype, group.main_weight.dtype, group.main_grad.dtype) == (
+        assert (group.dtype, group.main_weight.dtype, group.plan.grad_dtype) == (
             torch.bfloat16,
             *[torch.float32] * 2,
         )

@@ -95,7 +95,8 @@ class Sizes:
         main_weight = optimizer_numel * case.main.itemsize if case.main != case.compute else 0
         self.model_weight = numel // pieces.parameter * case.compute.itemsize
         self.frozen = self.model_weight
-        self.resting = self.model_weight + main_weight + optimizer_numel * case.main_grads.itemsize
+        self.resting = self.model_weight + main_weight
+        self.main_gradient = optimizer_numel * case.main_grads.itemsize
         # Compute weights that are whole at rest are those in use too.
         self.unsharded_weight = numel * case.compute.itemsize if pieces.parameter > 1 else 0
         self.unsharded_gradient = numel * case.sent.itemsize
@@ -108,6 +109,8 @@ class Sizes:
         # Where no axis is reduced before the last microbatch, a single one goes into the main ones
         # at once.
         self.partial_gradient_of_one = self.partial_gradient if pieces.gradient > 1 else 0
+        # What a microbatch leaves that is not the last one.
+        self.sum_so_far = self.partial_gradient if is_deferred else self.main_gradient
 
 
 class Layer(nn.Linear):
@@ -175,8 +178,8 @@ def storages_of(groups: Iterable[FsdpParameterGroup]) -> dict[int, int]:
             group.unsharded_weight,
         ]
         if group.gradients is not None:
-            buffers += [group.gradients.main, group.gradients.unsharded]
-            buffers += [] if group.gradients.partial is None else [group.gradients.partial]
+            own = (group.gradients.main, group.gradients.unsharded, group.gradients.partial)
+            buffers += [buffer for buffer in own if buffer is not None]
         for buffer in buffers:
             storage = buffer.local_buffer.untyped_storage()
             storages[storage._cdata] = storage.nbytes()
@@ -288,14 +291,18 @@ def _uses_and_rests(
     assert engine_bytes(groups) == expected
     with microbatch(context, is_last=is_last):
         backward(model, case)
-    partial_sums = sum(
-        Sizes(case, group.layout.size).partial_gradient for group in groups if group.requires_grad
-    )
-    assert engine_bytes(groups) == expected + (0 if is_last else partial_sums)
+    sizes = [Sizes(case, group.layout.size) for group in groups if group.requires_grad]
+    with_gradients = expected + sum(size.main_gradient for size in sizes)
     if not is_last:
+        assert engine_bytes(groups) == expected + sum(size.sum_so_far for size in sizes)
         backward(model, case)
-    assert engine_bytes(groups) == expected
+    assert engine_bytes(groups) == with_gradients
+    with torch.no_grad():
+        model(batch(case))
+    assert engine_bytes(groups) == with_gradients, "they are still to be read"
     clear_gradients(model)
+    with torch.no_grad():
+        model(batch(case))
     gc.collect()
     assert live_bytes() == expected
 
@@ -305,15 +312,21 @@ def test_at_rest_there_are_the_shards_and_nothing_else_to_the_byte(case):
     run_ranks(num_ranks(case), _rests, case)
 
 
+def main_gradients_of(groups: Iterable[FsdpParameterGroup]) -> int:
+    """The bytes of the gradients that the optimizer reads."""
+    found = (group.main_grad for group in groups)
+    return sum(each.local_buffer.untyped_storage().nbytes() for each in found if each is not None)
+
+
 @contextmanager
 def engine_peaks(groups: list[FsdpParameterGroup]) -> Iterator[list[int]]:
-    """The engine's bytes whenever it has taken memory, which it does in one way only."""
+    """The engine's bytes, but for the main gradients, whenever it has taken memory for others."""
     peaks: list[int] = []
     original = DBuffer.reallocate_storage
 
     def sampling(buffer: DBuffer) -> None:
         original(buffer)
-        peaks.append(engine_bytes(groups))
+        peaks.append(engine_bytes(groups) - main_gradients_of(groups))
 
     DBuffer.reallocate_storage = sampling
     try:
@@ -349,7 +362,7 @@ def _peaks(case: Case) -> None:
                 with microbatch(context, is_last=number == 2):
                     backward(model, case)
         assert max(peaks) == resting + transient + sum(size.partial_gradient for size in sizes)
-        assert engine_bytes(groups) == resting
+        assert engine_bytes(groups) == resting + sum(size.main_gradient for size in sizes)
 
 
 @pytest.mark.parametrize("case", CASES, ids=repr)
@@ -422,7 +435,7 @@ def _live_peaks(case: Case) -> None:
             with live_peaks(model) as peaks:
                 backward(model, case)
             assert resting + layer.unsharded_weight + layer.unsharded_gradient < max(peaks)
-            assert max(peaks) <= resting + engine + passing
+            assert max(peaks) <= resting + NUM_LAYERS * layer.main_gradient + engine + passing
             clear_gradients(model)
         assert context.forward_order == list(model.layers)
 
@@ -439,11 +452,14 @@ def _live_alone(case: Case) -> None:
     with only_new_objects():
         model = Model(case)
         context = shard(model, case, mesh)
-        resting = live_bytes()
-        assert resting == NUM_LAYERS * DIM * (DIM + 1) * sum(
-            dtype.itemsize
-            for dtype in (case.compute, case.main, case.main_grads)[case.compute == case.main :]
+        numel = NUM_LAYERS * DIM * (DIM + 1)
+        assert live_bytes() == numel * sum(
+            dtype.itemsize for dtype in (case.compute, case.main)[case.compute == case.main :]
         )
+        resting = live_bytes() + numel * case.main_grads.itemsize
+        with microbatch(context, is_last=False):
+            backward(model, case)
+        assert live_bytes() == resting
         for number in range(3):
             with live_peaks(model) as peaks, microbatch(context, is_last=number == 2):
                 backward(model, case)

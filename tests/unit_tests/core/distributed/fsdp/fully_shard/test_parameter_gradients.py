@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
 from megatron.core.distributed.fsdp import (
@@ -17,7 +18,7 @@ from megatron.core.distributed.fsdp import (
     microbatch,
 )
 from megatron.core.distributed.fsdp.context import is_backward_running
-from megatron.core.distributed.fsdp.parameter_group import group_of
+from megatron.core.distributed.fsdp.parameter_group import FsdpParameterGroup, group_of
 from tests.helpers.ranks import on_ranks, run_ranks
 from tests.unit_tests.core.distributed.fsdp.fully_shard.helpers.stacks import (
     DIM,
@@ -207,6 +208,61 @@ def test_gradients_are_views_of_main_grad(strategy: str) -> None:
     assert sum(parameter.grad.to_local().numel() for parameter in model.parameters()) > 0
 
 
+@pytest.mark.parametrize("is_cleared_before_forward", [True, False])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@on_ranks(2)
+def test_a_gradient_that_a_program_keeps_keeps_its_values(
+    strategy: str, is_cleared_before_forward: bool
+) -> None:
+    model = Stack()
+    shard(*model.layers, strategy=strategy)
+    expected = expected_gradients(Stack(), 1)
+    loss_of(model(own_batch())).backward()
+    kept = [parameter.grad.to_local() for parameter in model.parameters()]
+    before = [each.clone() for each in kept]
+    if is_cleared_before_forward:
+        clear_gradients(model)
+    loss = loss_of(model(own_batch(1)))
+    clear_gradients(model)
+    loss.backward()
+    assert all(map(torch.equal, kept, before))
+    assert_gradients(model, expected)
+
+
+class Read:
+    """An event after a read of a group's gradients; remembers whether they were there."""
+
+    def __init__(self, group: FsdpParameterGroup) -> None:
+        self._group = group
+        self.seen: list[bool] = []
+
+    def wait(self) -> None:
+        self.seen.append(self._group.main_grad is not None)
+
+
+@on_ranks(1)
+def test_gradients_are_freed_in_the_forward_after_they_have_been_read_and_cleared() -> None:
+    model = Stack()
+    shard(*model.layers)
+    loss_of(model(own_batch())).backward()
+    reads = []
+    for group in groups_of(model):
+        reads.append(Read(group))
+        group.hold_main_grad(reads[-1])
+    memory = [
+        StorageWeakRef(group.main_grad.local_buffer.untyped_storage()) for group in groups_of(model)
+    ]
+    model(own_batch(1))
+    next(model.parameters()).grad = None
+    model(own_batch(1))
+    assert not any(read.seen for read in reads), "some of them are still to be used"
+    clear_gradients(model)
+    model(own_batch(1))
+    assert [read.seen for read in reads] == [[True]] * 3
+    assert [group.main_grad for group in groups_of(model)] == [None] * 3
+    assert all(each.expired() for each in memory)
+
+
 class SavesItsArguments(torch.autograd.Function):
     """x @ weight; complains in backward if either has changed since."""
 
@@ -317,7 +373,7 @@ def test_what_was_frozen_when_it_was_sharded_has_no_gradient_buffer_and_stays_fr
     plain.layers[1].bias.requires_grad_(False)
     model = copy.deepcopy(plain)
     shard(*model.layers, strategy=strategy)
-    assert [[group.main_grad is None for group in groups_of(layer)] for layer in model.layers] == [
+    assert [[group.gradients is None for group in groups_of(layer)] for layer in model.layers] == [
         [True],
         [False, True],
         [False],
