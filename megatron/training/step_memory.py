@@ -67,12 +67,14 @@ class InUse(NamedTuple):
             gathered or reduced while the other computes.
         sums: sums over earlier microbatches whose reduction is deferred, a part of `in_backward`.
         earlier_gradients: gradients that earlier microbatches have left, of those at rest.
+        layer_gradients: gradients at rest of the largest layer that the last microbatch reduces.
     """
 
     root_weights: int
     in_backward: int
     sums: int
     earlier_gradients: int
+    layer_gradients: int
 
 
 class Moment(NamedTuple):
@@ -112,15 +114,16 @@ class RunMemory(NamedTuple):
 
     @property
     def peak(self) -> Moment:
-        """The step's peak: in the loss, in the backward of the last layer, or at the end of the
-        backward. Gradients come as activations go.
+        """The step's peak: in the loss, or in the backward of the last layer or of the first.
+        Gradients come as activations go.
         """
         use, activations = self.in_use, self.activations_on_device
         at_loss = use.root_weights + use.sums
+        of_a_layer = max(self.activations.layers, default=0) + self.activations.recomputed
         return max(
             Moment(use.earlier_gradients, at_loss, activations, self.activations.loss),
-            Moment(use.earlier_gradients, use.in_backward, activations, 0),
-            Moment(self._gradients_nbytes, use.in_backward, 0, 0),
+            Moment(use.earlier_gradients + use.layer_gradients, use.in_backward, activations, 0),
+            Moment(self._gradients_nbytes, use.in_backward, of_a_layer, 0),
             key=sum,
         )
 
@@ -353,21 +356,20 @@ def _in_use(model: GPTModel, states: PlannedMemory, config: EngineConfig, world_
     deferred = min(partial, 2 * of_one) if is_one else partial
     # A gradient of autograd, before its module has room for more.
     of_backward = root_gradients + _largest_two(gradients) + largest + deferred + lane
-    # The layer whose whole gradients are being reduced has its reduced ones already.
-    of_backward += max(reduced, default=0)
     in_backward = root_weights + of_layers + of_backward
-    return InUse(root_weights, in_backward, 0 if is_one else partial, earlier)
+    sums = 0 if is_one else partial
+    return InUse(root_weights, in_backward, sums, earlier, max(reduced, default=0))
 
 
 def _tensors_in_use(model: GPTModel, config: EngineConfig, earlier_gradients: int) -> InUse:
     """Returns the bytes for PyTorch FSDP2, which reduces gradients in fp32; 0 otherwise."""
     if not config.parallel.use_torch_fsdp2:
-        return InUse(0, 0, 0, earlier_gradients)
+        return InUse(0, 0, 0, earlier_gradients, 0)
     itemsize = DTYPES[config.compute_dtype].itemsize
     layers = [sum(p.numel() for p in u.parameters()) for u in sharding_units(model)]
     root, two = sum(p.numel() for p in model.parameters()) - sum(layers), _largest_two(layers)
     in_backward = (root + two) * (itemsize + torch.float32.itemsize)
-    return InUse(root * itemsize, in_backward, 0, earlier_gradients)
+    return InUse(root * itemsize, in_backward, 0, earlier_gradients, 0)
 
 
 def _num_microbatches(config: EngineConfig, world_size: int) -> int:

@@ -15,10 +15,14 @@ from torch import nn
 
 from megatron.core.device import Device, reserve_of
 from megatron.core.distributed.config import DataParallelConfig
+from megatron.core.distributed.shard_plan import ShardPlan
 from megatron.core.mesh import build_mesh
+from megatron.core.models.gpt.activations import ActivationBytes
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer.config import OptimizerConfig
 from megatron.core.optimizer.lr_schedule import LRScheduleConfig
+from megatron.core.optimizer.planned_memory import PlannedMemory
+from megatron.core.optimizer.state_memory import COMPUTE, GRADIENTS, StateBytes
 from megatron.core.options import ConfigError
 from megatron.core.transformer.config import TransformerConfig
 from megatron.training import step_memory
@@ -26,6 +30,9 @@ from megatron.training.arguments import parse_config
 from megatron.training.config import BatchSizes, EngineConfig
 from megatron.training.engines import build_engine
 from megatron.training.step_memory import (
+    InUse,
+    Moment,
+    RunMemory,
     at_fraction,
     fit,
     fractions_of,
@@ -79,6 +86,30 @@ MODELS = {
     "recomputed": {"recompute_granularity": "full"},
     "experts": {"num_experts": 4, "moe_router_topk": 2},
 }
+
+
+@pytest.mark.parametrize(
+    ("kept", "loss", "gradients", "peak"),
+    [
+        ((3, 4), 900, 70, Moment(0, 6 + 2, 7 + 5, 900)),
+        ((300, 400), 9, 70, Moment(35, 50, 700 + 5, 0)),
+        ((3, 4), 90, 700, Moment(700, 50, 4 + 5, 0)),
+    ],
+    ids=["loss", "last layer", "first layer"],
+)
+def test_gradients_come_as_activations_go(
+    kept: tuple[int, ...], loss: int, gradients: int, peak: Moment
+) -> None:
+    at_rest = {COMPUTE: StateBytes(1000, 0), GRADIENTS: StateBytes(gradients, 0)}
+    memory = RunMemory(
+        PlannedMemory(at_rest, [], ShardPlan(())),
+        ActivationBytes(kept, recomputed=5, rest=0, loss=loss),
+        activations_on_host=0,
+        activations_room=0,
+        in_use=InUse(6, 50, sums=2, earlier_gradients=0, layer_gradients=35),
+    )
+    assert memory.peak == peak
+    assert memory.device_nbytes == 1000 + sum(peak)
 
 
 @given(
