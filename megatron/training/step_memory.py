@@ -78,7 +78,7 @@ class InUse(NamedTuple):
 
 
 class Moment(NamedTuple):
-    """Bytes on the device at a moment of a step that may be its peak, beside weights and states."""
+    """Bytes on the device, without weights and states, at a moment that may be a step's peak."""
 
     gradients: int
     whole_layers: int

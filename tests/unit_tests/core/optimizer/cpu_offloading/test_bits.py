@@ -435,7 +435,7 @@ def _constructed(
 @pytest.mark.parametrize("make", [fused, _all_on_host], ids=["device", "host"])
 def test_a_steady_step_constructs_dtensors_only_for_gradients_that_were_cleared(strategy, make):
     # One for each parameter and step, as FSDP2: a program may keep a gradient that is cleared to
-    # None, and its values with it, so the next one needs an object of its own (10 us).
+    # None, with its values, so the next one is another object. Each takes 10 us.
     num_parameters = len([*Model().parameters()])
     world_size = 4 if strategy == "hsdp" else 2
     for counts in run_ranks(world_size, _constructed, strategy, make):
