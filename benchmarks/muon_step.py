@@ -50,7 +50,7 @@ BENCHMARK = Benchmark(
     question="A step of Muon with its matrices divided over 2 ranks, against FSDP2 with whole "
     "matrices gathered on every rank",
     ranks=1,
-    full=("--rounds=5", "--iterations=500"),
+    full=("--rounds=2", "--iterations=500"),
     quick=("--sizes", "2x128", "--rounds=2"),
 )
 
