@@ -9,7 +9,7 @@ is measured, too. Both sides update the same matrices, and their losses must agr
 
     ours        each matrix goes to one rank, and its update back to the ranks of its rows
     FSDP2       as users of PyTorch FSDP2 write it: each rank gathers every update in bf16, runs
-                the Newton-Schulz iteration of `torch.optim.Muon`, and writes its own rows
+                the Newton-Schulz iteration, by the same function as ours, and writes its own rows
 
 Then, with `--iterations`, examples/gpt_cpu.yaml is trained with AdamW and with Muon on the text of
 `make data`. AdamW is trained at three learning rates, of which the best counts.
@@ -30,7 +30,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.optim._muon import _adjust_lr, _zeropower_via_newtonschulz
+from torch.optim._muon import _adjust_lr
 
 from benchmarks.helpers import report
 from benchmarks.helpers.benchmark import Benchmark
@@ -43,6 +43,7 @@ from megatron.core.distributed import torch_fsdp2
 from megatron.core.materialize import materialize
 from megatron.core.mesh import build_mesh
 from megatron.core.optimizer.config import OptimizerConfig
+from megatron.core.optimizer.kernels.newton_schulz import MuonStep, orthogonalize
 from megatron.core.optimizer.torch_optimizer import parameter_groups
 
 BENCHMARK = Benchmark(
@@ -60,6 +61,7 @@ VOCABULARY = 8192
 MUON = OptimizerConfig(optimizer="muon")
 RATE, MOMENTUM = 1e-3, MUON.muon_momentum
 LOSSES_DIFFER = 0.01  # of losses of about 9: the sides round differently
+STEP = MuonStep(RATE)
 CPU = Device("cpu")
 # Muon's is the best of 2e-3, 4e-3 and 8e-3 after 150 iterations.
 RATES = {"AdamW": (1e-3, 2e-3, 4e-3), "Muon": (4e-3,)}
@@ -96,7 +98,8 @@ class GatheredMuon:
             self.num_sent += mixed.to_local().nbytes * (dist.get_world_size() - 1)
             whole = mixed.full_tensor()
             parts = [
-                self._orthogonalized(matrix) * _adjust_lr(RATE, "match_rms_adamw", matrix.shape)
+                orthogonalize(matrix.clone(), STEP)
+                * _adjust_lr(RATE, "match_rms_adamw", matrix.shape)
                 for matrix in whole.split(rows)
             ]
             own = parameter.to_local()
@@ -104,9 +107,6 @@ class GatheredMuon:
             own.mul_(1 - RATE * self._decay)
             own.sub_(torch.cat(parts).narrow(0, first, len(own)))
         self._adam.step()
-
-    def _orthogonalized(self, matrix: torch.Tensor) -> torch.Tensor:
-        return _zeropower_via_newtonschulz(matrix.clone(), (3.4445, -4.7750, 2.0315), 5, 1e-7)
 
 
 class Side(NamedTuple):

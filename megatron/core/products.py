@@ -64,13 +64,31 @@ def mm(left: Tensor, right: Tensor, out: Tensor) -> Tensor:
     return _multiply(left, right, out)
 
 
-def _multiply(left: Tensor, right: Tensor, out: Tensor) -> Tensor:
+def addmm(added: Tensor, left: Tensor, right: Tensor, *, beta: float, alpha: float) -> Tensor:
+    """`torch.addmm`: beta * added + alpha * (left @ right), rounded once: [rows, columns], [rows,
+    inner], [inner, columns] -> [rows, columns]. Not differentiable.
+    """
+    if not is_slow(left):
+        return torch.addmm(added, left, right, beta=beta, alpha=alpha)
+    return _multiply(left, right, added.new_empty(added.shape), added, beta, alpha)
+
+
+def _multiply(
+    left: Tensor,
+    right: Tensor,
+    out: Tensor,
+    added: Tensor | None = None,
+    beta: float = 1.0,
+    alpha: float = 1.0,
+) -> Tensor:
     for rows in slices(left.shape[0], _ROWS):
         for columns in slices(right.shape[1], _COLUMNS):
             block = out[rows, columns]
             total = torch.zeros_like(block, dtype=torch.float32)
+            if added is not None:
+                total.add_(added[rows, columns], alpha=beta)
             for inner in slices(left.shape[1], _INNER):
-                total.addmm_(left[rows, inner].float(), right[inner, columns].float())
+                total.addmm_(left[rows, inner].float(), right[inner, columns].float(), alpha=alpha)
             block.copy_(total)
     return out
 

@@ -34,6 +34,16 @@ def test_a_product_is_that_of_fp32_rounded_once(slow_dtype):
     assert ((out.double() - exact).abs() <= 0.51 * spacing + 1e-6).all()
 
 
+def test_a_sum_with_a_product_is_rounded_once(slow_dtype):
+    left, right = drawn(7, 9, dtype=slow_dtype, seed=0), drawn(9, 11, dtype=slow_dtype, seed=1)
+    added = drawn(7, 11, dtype=slow_dtype, seed=2)
+    found = products.addmm(added, left, right, beta=3.5, alpha=-0.25)
+
+    exact = 3.5 * added.double() - 0.25 * (left.double() @ right.double())
+    spacing = torch.finfo(slow_dtype).eps * exact.abs()
+    assert ((found.double() - exact).abs() <= 0.51 * spacing + 1e-6).all()
+
+
 @pytest.mark.parametrize("lead", [(), (5,), (2, 5), (2, 0)])
 @pytest.mark.parametrize("has_bias", [False, True])
 def test_a_linear_layer_has_the_gradients_of_one_in_fp32(monkeypatch, slow_dtype, lead, has_bias):

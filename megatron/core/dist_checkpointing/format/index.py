@@ -525,16 +525,18 @@ class _DataFiles:
         ends, offsets = self.ends, array("q")
         for owner, (before, behind) in zip(division.ranks, self._frames[which][1], strict=True):
             # The data is aligned, not the blob: the header ends at the data.
-            offset = -(-(ends[owner] + before) // DATA_ALIGNMENT) * DATA_ALIGNMENT
+            offset = (ends[owner] + before) & -DATA_ALIGNMENT
             ends[owner] = offset + behind
             offsets.append(offset)
         return ChunkColumns(division, offsets)
 
 
 def _frame(dtype: torch.dtype, sizes: tuple[int, ...]) -> tuple[int, int]:
-    """The bytes of a blob before its data, and from there on."""
+    """The bytes of a blob before its data, with those that aligning the data may skip, and from
+    there on.
+    """
     before, _, nbytes = blob_layout(dtype, sizes)
-    return before, nbytes - before
+    return before + DATA_ALIGNMENT - 1, nbytes - before
 
 
 def _exported_chunks(

@@ -1,7 +1,8 @@
 """The orthogonalization of Muon, by Newton-Schulz iterations in bf16, and the scalars of its step.
 
 Source of the algorithm: Jordan et al., "Muon: An optimizer for hidden layers in neural networks"
-(2024). It has the operators of `torch.optim.Muon`, in their order and dtypes.
+(2024). It has the operators of `torch.optim.Muon`, in their order and dtypes, and on CPUs that are
+slow in bf16 the products of products.py.
 
 `orthogonalize` takes one matrix at a time. Batched products would choose other kernels, with other
 bits, for other numbers of matrices, and so for other numbers of ranks.
@@ -17,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 
 from megatron.core.optimizer.kernels.piece import check_betas, check_rates
+from megatron.core.products import addmm, mm
 
 # The published coefficients of Polar Express are divided by powers of this, all but the last ones.
 _SAFETY = 1.01
@@ -149,6 +151,6 @@ def orthogonalize(matrix: torch.Tensor, step: MuonStep) -> torch.Tensor:
     triples = COEFFICIENTS[step.coefficient_type]
     for number in range(step.ns_steps):
         a, b, c = triples[min(number, len(triples) - 1)]
-        gram = x @ x.T
-        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+        gram = mm(x, x.T, x.new_empty(len(x), len(x)))
+        x = addmm(x, addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a, alpha=1.0)
     return x.T if is_tall else x

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron.core import products
 from megatron.core.optimizer import matrix_pass
 from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDeviceOptimizer
 from megatron.core.optimizer.kernels.newton_schulz import MuonStep
@@ -51,8 +52,9 @@ def relative(found: torch.Tensor, expected: torch.Tensor) -> float:
 @pytest.mark.parametrize("nesterov", [True, False])
 @pytest.mark.parametrize("scale_mode", ["match_rms_adamw", "original"])
 @pytest.mark.parametrize("factor", [1.0, 0.25])
-def test_fifty_steps_are_those_of_torchs_muon_and_adamw(nesterov, scale_mode, factor):
+def test_fifty_steps_are_those_of_torchs_muon_and_adamw(monkeypatch, nesterov, scale_mode, factor):
     """`factor`: clipping, as a factor that is applied while gradients are read."""
+    monkeypatch.setattr(products, "_SLOW_DTYPES", frozenset())
     matrices, others = parameters(MATRICES), parameters(OTHERS)
     their_matrices, their_others = parameters(MATRICES), parameters(OTHERS)
     options = groups_of(matrices, others, nesterov=nesterov, scale_mode=scale_mode)
@@ -77,7 +79,8 @@ def test_fifty_steps_are_those_of_torchs_muon_and_adamw(nesterov, scale_mode, fa
 
 
 @pytest.mark.parametrize("as_remainders", [False, True])
-def test_bf16_weights_are_rounded_from_those_of_a_run_in_fp32(as_remainders):
+def test_bf16_weights_are_rounded_from_those_of_a_run_in_fp32(monkeypatch, as_remainders):
+    monkeypatch.setattr(products, "_SLOW_DTYPES", frozenset())
     own, other = parameters(MATRICES, BF16), parameters(MATRICES, BF16)
     wide = [torch.nn.Parameter(p.detach().float()) for p in other]
     ours = RuleOptimizer(
