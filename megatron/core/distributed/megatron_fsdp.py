@@ -144,7 +144,8 @@ def shard_model(
         divide_experts(model, expert_mesh.get_group(EXPERT_AXIS), _recorder(model))
     if context_mesh is not None:
         group = context_mesh.get_group(CONTEXT_AXIS)
-        divide_context(model, group, config.cp_comm_type, _recorder(model))
+        tensor_size = config.tensor_model_parallel_size
+        divide_context(model, group, config.cp_comm_type, _recorder(model), tensor_size)
     if tensor is not None:
         divide_tensor(model, tensor.mesh.get_group(TENSOR_AXIS), _recorder(model))
 

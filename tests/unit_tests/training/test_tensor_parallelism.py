@@ -196,3 +196,14 @@ def _uneven() -> None:
 
 def test_sequences_that_ranks_cannot_divide_are_refused() -> None:
     run_ranks(4, _uneven)
+
+
+def _indivisible() -> None:
+    case = Case({"num_attention_heads": 2})
+    with pytest.raises(ValueError, match=r"--context-parallel-size: .* 2 attention heads .* 2"):
+        engine_of(case, 2, context_parallel_size=2)
+    engine_of(case, 2, context_parallel_size=2, cp_comm_type="all_gather")
+
+
+def test_heads_that_ranks_of_both_axes_cannot_divide_are_refused() -> None:
+    run_ranks(4, _indivisible)
