@@ -16,6 +16,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from benchmarks.helpers.divided_layers import part_of, take_parts
 from benchmarks.helpers.memory import peak_bytes
 from megatron.core.distributed.config import A2A, ALL_GATHER
 from megatron.core.distributed.context import Record, divide_context
@@ -32,7 +33,6 @@ from megatron.core.transformer.linear_cross_entropy import (
     weighted_cross_entropy,
 )
 from megatron.core.transformer.tensor_cut import TensorCut
-from tests.helpers.divided_layers import take_parts
 from tests.helpers.ranks import on_ranks, run_ranks
 from tests.unit_tests.core.models.multimodal.helpers.their_images import image_batch
 from tests.unit_tests.core.models.multimodal.helpers.vision_models import VISION
@@ -267,8 +267,7 @@ def _compare(
             else:
                 part = _mean(part, ranks.context)
             if name in cuts:
-                stored = cuts[name].to_stored(whole, tensor_size)
-                whole = stored.chunk(tensor_size)[dist.get_rank(ranks.tensor)]
+                whole = part_of(whole, cuts[name], tensor_size, dist.get_rank(ranks.tensor))
             elif whole.dim() and name != "losses" and name not in experts:
                 part = _mean(part, ranks.tensor) * tensor_size
             errors[name] = float((part - whole).norm() / (whole.norm() + 1e-30))
