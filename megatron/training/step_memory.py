@@ -91,7 +91,7 @@ class RunMemory(NamedTuple):
     @property
     def activations_on_device(self) -> int:
         kept = self.activations.kept - self.activations_on_host
-        return kept + self.activations.recomputed
+        return kept if self.peaks_at_loss else kept + self._of_one_layer
 
     @property
     def device_nbytes(self) -> int:
@@ -107,7 +107,13 @@ class RunMemory(NamedTuple):
     @property
     def peaks_at_loss(self) -> bool:
         """Whether the peak is in the loss; otherwise it is in the backward of the last layer."""
-        return self.in_use.root_weights + self.activations.loss > self.in_use.in_backward
+        in_loss = self.in_use.root_weights + self.activations.loss
+        return in_loss > self.in_use.in_backward + self._of_one_layer
+
+    @property
+    def _of_one_layer(self) -> int:
+        """Bytes of activations that only the layer in backward has."""
+        return self.activations.recomputed + self.activations.exchanged
 
     @property
     def whole_layers(self) -> int:
