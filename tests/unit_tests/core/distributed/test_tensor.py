@@ -432,7 +432,11 @@ def test_a_token_outside_of_the_vocabulary_is_an_error_on_every_rank() -> None:
 def test_what_ranks_cannot_divide_is_an_error_before_anything_is_divided() -> None:
     for options, vocab_size, told in [
         ({"num_attention_heads": 6, "num_query_groups": 6, "kv_channels": 4}, VOCAB, "6 attention"),
-        ({"num_attention_heads": 12, "num_query_groups": 6}, VOCAB, "6 key heads"),
+        (
+            {"num_attention_heads": 12, "num_query_groups": 6, "kv_channels": 4},
+            VOCAB,
+            "6 key heads",
+        ),
         ({"num_query_groups": 1, "kv_channels": 2}, VOCAB, "2 channels of key heads"),
         ({"qk_layernorm": True, "qk_layernorm_across_heads": True}, VOCAB, "across-heads"),
         ({**HYBRID, "linear_num_key_heads": 2}, VOCAB, "2 key heads of gated"),
