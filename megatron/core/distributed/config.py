@@ -16,8 +16,8 @@ A2A, ALL_GATHER = "a2a", "all_gather"  # of --cp-comm-type
 def check_heads(
     mixers: Iterable[Mixer], num_ranks: int, comm_type: str, tensor_size: int = 1
 ) -> None:
-    """ConfigError unless `tensor_size` ranks can divide the heads of `mixers`, and, where ranks of
-    context parallelism exchange heads, so many of those can divide a part.
+    """ConfigError unless `tensor_size` ranks can divide the heads of `mixers`, and `num_ranks` of
+    context parallelism the heads of each part, if they exchange heads.
     """
     tensor_flag = "--tensor-model-parallel-size"
     share = "" if tensor_size == 1 else f" / {tensor_flag} {tensor_size}"

@@ -49,7 +49,7 @@ class Sharding(NamedTuple):
 
 
 class TensorSharding(NamedTuple):
-    """The sharding of all parameters of a model that tensor parallelism divides, and its mesh."""
+    """The sharding of the parameters that tensor parallelism divides, in every unit, and its mesh."""
 
     mesh: DeviceMesh
     sharding: Sharding
@@ -99,8 +99,8 @@ def plan_groups(
     *,
     is_accelerator: bool = False,
 ) -> list[tuple[GroupPlan, list[OwnedParameter]]]:
-    """The groups of one unit's parameters, in the order of the first of each; those of divided
-    parameters, which others cannot share, come last.
+    """The groups of one unit's parameters, in the order of the first of each. Parameters that
+    tensor parallelism divides share no group with others, and come last.
 
     Parameters share a group if they have one dtype, one requires_grad and one policy, unless that
     takes too much padding; see `_parts`. An `Fp32Module` only costs a group, and its collectives,

@@ -87,8 +87,8 @@ class ActivationBytes:
         rest: the final norm's input.
         loss: in addition, while the losses are computed: logits of a chunk of tokens, and the
             gradients of hidden states and of the head's weight, in fp32.
-        exchanged: in addition, in the last exchange of a layer whose activations are all there,
-            copies of all positions on ranks that divide the layer.
+        exchanged: in addition, on ranks that divide layers, copies of whole rows in the last
+            exchange of a layer.
     """
 
     layers: tuple[int, ...]
