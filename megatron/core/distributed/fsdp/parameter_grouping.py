@@ -49,7 +49,7 @@ class Sharding(NamedTuple):
 
 
 class TensorSharding(NamedTuple):
-    """The sharding of the parameters that tensor parallelism divides, in every unit, and its mesh."""
+    """How every unit's parameters are sharded that tensor parallelism divides, and their mesh."""
 
     mesh: DeviceMesh
     sharding: Sharding
