@@ -52,6 +52,7 @@ CASES = {
     "one row": Case(size=1, seq_length=1024),
     "a large vocabulary": Case(vocab_size=16384),
     "recomputed": Case({"recompute_granularity": "full"}),
+    "one row, recomputed": Case({"recompute_granularity": "full"}, 1, 1024),
     "one key head": Case({"group_query_attention": True, "num_query_groups": 1, "kv_channels": 32}),
     "latent attention": Case(
         {
@@ -118,4 +119,4 @@ def _all_peaks(tensor_size: int) -> dict[str, tuple[int, int]]:
 def test_the_peak_of_a_step_is_the_planned_one(num_ranks: int, tensor_size: int) -> None:
     for found in run_ranks(num_ranks, _all_peaks, tensor_size):
         for name, (planned, measured) in found.items():
-            assert measured == pytest.approx(planned, rel=0.1), name
+            assert measured == pytest.approx(planned, rel=0.08), name
