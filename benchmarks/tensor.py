@@ -39,6 +39,7 @@ from torch.distributed.tensor.parallel import (
 from benchmarks.context import seconds, total
 from benchmarks.helpers import report
 from benchmarks.helpers.benchmark import Benchmark
+from benchmarks.helpers.divided_layers import take_parts
 from benchmarks.helpers.memory import peak_bytes
 from benchmarks.helpers.models import SEED, llama_config
 from benchmarks.helpers.ranks import launched
@@ -49,7 +50,6 @@ from megatron.core.models.gpt.gpt_model import Places, TransformerBlock
 from megatron.core.transformer.layer_specs import model_spec
 from megatron.core.transformer.rotary import RotaryAngles, apply_rotary
 from megatron.core.transformer.spec import ModelSpec
-from megatron.core.transformer.tensor_cut import tensor_cuts
 from megatron_hybrid.plan.workload import sent_by_layer
 
 BENCHMARK = Benchmark(
@@ -194,13 +194,8 @@ def build(arguments: argparse.Namespace) -> TransformerBlock:
 
 def divided(block: TransformerBlock) -> TransformerBlock:
     """The block with this rank's parts of its weights."""
-    rank, num_ranks, cuts = dist.get_rank(), dist.get_world_size(), tensor_cuts(block)
     tensor.divide_tensor(block, dist.group.WORLD)
-    for module in block.modules():
-        for name, whole in list(module.named_parameters(recurse=False)):
-            if whole in cuts:
-                part = cuts[whole].to_stored(whole.detach(), num_ranks).chunk(num_ranks)[rank]
-                setattr(module, name, nn.Parameter(part.clone()))
+    take_parts(block, dist.get_rank(), dist.get_world_size())
     return block
 
 

@@ -104,11 +104,6 @@ class RunMemory(NamedTuple):
     in_use: InUse
 
     @property
-    def activations_on_device(self) -> int:
-        kept = self.activations.kept - self.activations_on_host
-        return kept + self.activations.recomputed
-
-    @property
     def _gradients_nbytes(self) -> int:
         return self.states.at_rest.get(GRADIENTS, StateBytes(0, 0)).device
 
@@ -117,13 +112,16 @@ class RunMemory(NamedTuple):
         """The step's peak: in the loss, or in the backward of the last layer or of the first.
         Gradients come as activations go.
         """
-        use, activations = self.in_use, self.activations_on_device
+        use, activations = self.in_use, self.activations
         at_loss = use.root_weights + use.sums
-        of_a_layer = max(self.activations.layers, default=0) + self.activations.recomputed
+        kept = activations.kept - self.activations_on_host
+        in_layer = activations.recomputed + activations.exchanged  # only in a layer's backward
+        last = use.earlier_gradients + use.layer_gradients
+        first = max(activations.layers, default=0) + in_layer
         return max(
-            Moment(use.earlier_gradients, at_loss, activations, self.activations.loss),
-            Moment(use.earlier_gradients + use.layer_gradients, use.in_backward, activations, 0),
-            Moment(self._gradients_nbytes, use.in_backward, of_a_layer, 0),
+            Moment(use.earlier_gradients, at_loss, kept, activations.loss),
+            Moment(last, use.in_backward, kept + in_layer, 0),
+            Moment(self._gradients_nbytes, use.in_backward, first, 0),
             key=sum,
         )
 

@@ -26,11 +26,10 @@ from megatron.core.distributed.fsdp import (
     microbatch,
 )
 from megatron.core.distributed.fsdp.parameter_grouping import TensorSharding
-from megatron.core.distributed.megatron_fsdp import cuts_of
+from megatron.core.distributed.megatron_fsdp import shardings_of
 from megatron.core.materialize import seeded_reset
 from megatron.core.mesh import TENSOR_AXIS, build_hybrid_mesh, build_mesh, build_tensor_mesh
 from megatron.core.transformer.fused_weight import FusedLinear, FusedWeight, Linear
-from megatron.core.transformer.tensor_cut import tensor_cuts
 from tests.helpers.ranks import rank_device
 
 VOCABULARY, WIDTH, ROWS = 16, 6, 8
@@ -190,14 +189,15 @@ def sharded(
 ) -> tuple[Model, FsdpContext]:
     """The model over all ranks, with the initial weights of a seed."""
     device, num_ranks = rank_device(), dist.get_world_size()
-    cuts, model = cuts_of(way.config, num_ranks), on_meta()
+    model = on_meta()
+    shardings = shardings_of(model, way.config, num_ranks)
     mesh: DeviceMesh = build_mesh(device.type)
     if way.num_instances > 1:
         mesh = build_hybrid_mesh(device.type, num_ranks, way.num_instances)
     tensor = None
-    if cuts.tensor is not None:
+    if shardings.tensor is not None:
         own = build_tensor_mesh(device.type, num_ranks, way.tp, way.num_instances)
-        tensor = TensorSharding(own, cuts.tensor.placements, 1, tensor_cuts(model))
+        tensor = TensorSharding(own, shardings.tensor)
         model.group = own.get_group(TENSOR_AXIS)
     reset = seeded_reset(model, device, seed)
     with fully_shard_context(device, reset_parameters=reset, tensor=tensor) as context:
@@ -205,9 +205,9 @@ def sharded(
             fully_shard(
                 module,
                 mesh,
-                cuts.dense.placements,
+                shardings.dense.placements,
                 FP32,
-                cuts.dense.grad_divisor,
+                shardings.dense.grad_divisor,
                 offload_policy=offload,
             )
     return model, context

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from megatron.core.dtype_names import FLOAT_NAMES
 from megatron.core.log import counted
 from megatron.core.options import YEAR_SECONDS, check_options, expect, option, resolve_default
-from megatron.core.transformer.spec import GatedDeltaNetSpec, Mixer
+from megatron.core.transformer.spec import AttentionSpec, GatedDeltaNetSpec, Mixer
 
 A2A, ALL_GATHER = "a2a", "all_gather"  # of --cp-comm-type
 
@@ -16,20 +16,38 @@ A2A, ALL_GATHER = "a2a", "all_gather"  # of --cp-comm-type
 def check_heads(
     mixers: Iterable[Mixer], num_ranks: int, comm_type: str, tensor_size: int = 1
 ) -> None:
-    """ConfigError unless so many ranks of context parallelism can divide the heads of `mixers`,
-    where they exchange heads. Of these a rank has one of `tensor_size` equal parts.
+    """ConfigError unless `tensor_size` ranks can divide the heads of `mixers`, and `num_ranks` of
+    context parallelism the heads of each part, if they exchange heads.
     """
-    if comm_type == ALL_GATHER:
-        return
-    share = "" if tensor_size == 1 else f" / --tensor-model-parallel-size {tensor_size}"
+    tensor_flag = "--tensor-model-parallel-size"
+    share = "" if tensor_size == 1 else f" / {tensor_flag} {tensor_size}"
     for mixer in mixers:
-        if isinstance(mixer, GatedDeltaNetSpec):
-            num_heads, kind = mixer.num_value_heads, "value heads of gated delta nets"
-        else:
-            num_heads, kind = mixer.num_heads, "attention heads"
-        expected = f"a divisor of the {num_heads} {kind}{share}, or --cp-comm-type {ALL_GATHER}"
-        is_divisor = num_heads // tensor_size % num_ranks == 0
+        heads = _heads_of(mixer, tensor_size)
+        for kind, number in heads.items():
+            expected = f"a divisor of the {number} {kind}"
+            expect(number % tensor_size == 0, tensor_flag, expected, tensor_size)
+        if isinstance(mixer, AttentionSpec) and mixer.qk_norm is not None:
+            is_divided = tensor_size > 1 and not mixer.qk_norm_is_per_head
+            expect(not is_divided, tensor_flag, "1 with --qk-layernorm-across-heads", tensor_size)
+
+        kind, number = next(iter(heads.items()))
+        expected = f"a divisor of the {number} {kind}{share}, or --cp-comm-type {ALL_GATHER}"
+        is_divisor = comm_type == ALL_GATHER or number // tensor_size % num_ranks == 0
         expect(is_divisor, "--context-parallel-size", expected, num_ranks)
+
+
+def _heads_of(mixer: Mixer, tensor_size: int) -> dict[str, int]:
+    """The numbers that `tensor_size` must divide, the one that is divided further first."""
+    if isinstance(mixer, GatedDeltaNetSpec):
+        kinds = "value heads of gated delta nets", "key heads of gated delta nets"
+        return dict(zip(kinds, (mixer.num_value_heads, mixer.num_key_heads), strict=True))
+    heads = {"attention heads": mixer.num_heads}
+    if isinstance(mixer, AttentionSpec) and tensor_size % mixer.num_key_value_heads:
+        heads["key heads"] = mixer.num_key_value_heads
+    elif isinstance(mixer, AttentionSpec):
+        # Ranks divide the channels of heads that are fewer.
+        heads["channels of key heads"] = mixer.key_value_size
+    return heads
 
 
 @dataclass(frozen=True)

@@ -55,7 +55,11 @@ Record = Callable[[nn.Module, bool], None]
 
 
 def divide_context(
-    model: nn.Module, group: dist.ProcessGroup, comm_type: str, record: Record | None = None
+    model: nn.Module,
+    group: dist.ProcessGroup,
+    comm_type: str,
+    record: Record | None = None,
+    tensor_size: int = 1,
 ) -> None:
     """Has every mixer of a decoder in `model` reach the positions of all ranks of `group`.
 
@@ -66,28 +70,32 @@ def divide_context(
         comm_type: "a2a" or "all_gather", see above.
         record: called with a mixer, and whether in backward, before its heads or their gradients
             travel, in the thread that computes.
+        tensor_size: ranks among which `divide_tensor` will divide the heads.
 
     Raises:
         ConfigError: see `check_heads`.
     """
-    part = slice_of(group)
-    mixers: dict[str, Attention | GatedDeltaNet] = {}
-    specs: list[Mixer] = []
-    for name, module in model.named_modules():
-        if isinstance(module, Attention) and module.core_spec.is_causal:
-            mixers[name] = module
-            specs.append(module.core_spec)
-        elif isinstance(module, GatedDeltaNet):
-            mixers[name] = module
-            specs.append(module.spec)
-    check_heads(specs, part.size, comm_type)
+    part, mixers = slice_of(group), mixers_of(model)
+    check_heads(mixers.values(), part.size, comm_type, tensor_size)
 
-    for name, module in mixers.items():
+    for name in mixers:
+        module: Any = model.get_submodule(name)  # an Attention or a GatedDeltaNet
         noted = None if record is None else partial(record, module)
         module.exchange = PositionExchange(part, group, comm_type, name or THE_MODEL, noted)
-    for module in model.modules():
-        if isinstance(module, (GPTModel, VisionLanguageModel, MoELayer, Router)):
-            module.sequence_slice = part
+    for each in model.modules():
+        if isinstance(each, (GPTModel, VisionLanguageModel, MoELayer, Router)):
+            each.sequence_slice = part
+
+
+def mixers_of(model: nn.Module) -> dict[str, Mixer]:
+    """The mixers of a decoder in `model`, by the names of their modules."""
+    found: dict[str, Mixer] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, Attention) and module.core_spec.is_causal:
+            found[name] = module.core_spec
+        elif isinstance(module, GatedDeltaNet):
+            found[name] = module.spec
+    return found
 
 
 def slice_of(group: dist.ProcessGroup) -> SequenceSlice:

@@ -21,7 +21,7 @@ from megatron.core.distributed.experts import divide_experts
 from megatron.core.distributed.fsdp.context import FsdpContext
 from megatron.core.distributed.fsdp.fully_shard import fully_shard, fully_shard_context, microbatch
 from megatron.core.distributed.fsdp.module import FsdpModule
-from megatron.core.distributed.fsdp.parameter_grouping import TensorSharding
+from megatron.core.distributed.fsdp.parameter_grouping import Sharding, TensorSharding
 from megatron.core.distributed.fsdp.placement import Flat, Placements
 from megatron.core.distributed.fsdp.precision import MixedPrecisionPolicy, OffloadPolicy
 from megatron.core.distributed.tensor import divide_tensor
@@ -44,29 +44,16 @@ from megatron.core.mesh import (
 from megatron.core.transformer.tensor_cut import tensor_cuts
 
 
-class Cut(NamedTuple):
-    """How a unit is sharded.
-
-    Attributes:
-        mesh_shape: ranks along each axis of `placements`.
-        grad_divisor: divides gradients after they have been averaged over the ranks.
-    """
-
-    mesh_shape: tuple[int, ...]
-    placements: Placements
-    grad_divisor: float = 1
-
-
-class Cuts(NamedTuple):
+class Shardings(NamedTuple):
     """How a model is sharded, how its experts are, and how parameters are that tensor parallelism
     divides; None: it divides none.
     """
 
-    dense: Cut
-    experts: Cut
-    tensor: Cut | None
+    dense: Sharding
+    experts: Sharding
+    tensor: Sharding | None
 
-    def of(self, unit: Unit) -> Cut:
+    def of(self, unit: Unit) -> Sharding:
         """How this unit is sharded."""
         return self.experts if unit.has_experts else self.dense
 
@@ -101,20 +88,18 @@ def shard_model(
         pins_main_weights: whether those are in page-locked memory.
     """
     num_ranks = mesh.size()
-    cuts = cuts_of(config, num_ranks)
+    shardings = shardings_of(model, config, num_ranks)
     policy = policy_of(config, compute_dtype, main_params_dtype)
     expert_mesh = expert_mesh_of(config, mesh, device)
     tensor = None
-    if cuts.tensor is not None:
+    if shardings.tensor is not None:
         tensor_mesh = build_tensor_mesh(
             device.kind,
             num_ranks,
             config.tensor_model_parallel_size,
             config.num_distributed_optimizer_instances,
         )
-        tensor = TensorSharding(
-            tensor_mesh, cuts.tensor.placements, cuts.tensor.grad_divisor, tensor_cuts(model)
-        )
+        tensor = TensorSharding(tensor_mesh, shardings.tensor)
     context_mesh = None
     if config.context_parallel_size > 1:
         context_mesh = build_context_mesh(
@@ -125,13 +110,13 @@ def shard_model(
 
     with fully_shard_context(device.torch_device, reset_parameters=reset_parameters, tensor=tensor):
         for unit in units_of(model):
-            cut = cuts.of(unit)
+            sharding = shardings.of(unit)
             fully_shard(
                 unit.module,
                 mesh if expert_mesh is None or not unit.has_experts else expert_mesh,
-                cut.placements,
+                sharding.placements,
                 policy,
-                cut.grad_divisor,
+                sharding.grad_divisor,
                 # The backward of the model starts where its forward ends: weights freed in between
                 # would only be gathered again.
                 reshard_after_forward=(
@@ -144,7 +129,8 @@ def shard_model(
         divide_experts(model, expert_mesh.get_group(EXPERT_AXIS), _recorder(model))
     if context_mesh is not None:
         group = context_mesh.get_group(CONTEXT_AXIS)
-        divide_context(model, group, config.cp_comm_type, _recorder(model))
+        tensor_size = config.tensor_model_parallel_size
+        divide_context(model, group, config.cp_comm_type, _recorder(model), tensor_size)
     if tensor is not None:
         divide_tensor(model, tensor.mesh.get_group(TENSOR_AXIS), _recorder(model))
 
@@ -193,8 +179,8 @@ def build_placements(config: DataParallelConfig) -> Placements:
     )
 
 
-def cuts_of(config: DataParallelConfig, world_size: int) -> Cuts:
-    """How a model is sharded over so many ranks. Makes no mesh."""
+def shardings_of(model: nn.Module, config: DataParallelConfig, world_size: int) -> Shardings:
+    """How `model` is sharded over so many ranks. Makes no mesh."""
     num_instances, expert_size = (
         config.num_distributed_optimizer_instances,
         config.expert_model_parallel_size,
@@ -204,12 +190,12 @@ def cuts_of(config: DataParallelConfig, world_size: int) -> Cuts:
         shape = hybrid_shape(world_size, num_instances)
     # The ranks of a tensor-parallel group have sums over their own positions of the same samples.
     tensor_size = config.tensor_model_parallel_size
-    dense = Cut(shape, build_placements(config), grad_divisor=1 / tensor_size)
+    dense = Sharding(shape, build_placements(config), grad_divisor=1 / tensor_size)
 
-    def kept(axes: dict[str, int], grad_divisor: float) -> Cut:
+    def kept(axes: dict[str, int], grad_divisor: float) -> Sharding:
         *others, last = axes
         placements = dense.placements.with_kept_axis(last, others)
-        return Cut(tuple(axes.values()), placements, grad_divisor)
+        return Sharding(tuple(axes.values()), placements, grad_divisor)
 
     experts, tensor = dense, None
     if expert_size > 1:
@@ -219,7 +205,8 @@ def cuts_of(config: DataParallelConfig, world_size: int) -> Cuts:
         experts = kept(axes, expert_size / tensor_size)
     if tensor_size > 1:
         tensor = kept(tensor_axes(world_size, tensor_size, num_instances), 1)
-    return Cuts(dense, experts, tensor)
+        tensor = tensor._replace(cuts=tensor_cuts(model))
+    return Shardings(dense, experts, tensor)
 
 
 def expert_mesh_of(

@@ -16,14 +16,12 @@ from megatron.core.distributed.config import DataParallelConfig
 from megatron.core.distributed.fsdp.group_plan import GroupPlan
 from megatron.core.distributed.fsdp.parameter_grouping import (
     check_parameters,
-    divide_owned,
     owned_parameters,
     plan_groups,
 )
 from megatron.core.distributed.fsdp.precision import OffloadPolicy
-from megatron.core.distributed.megatron_fsdp import cuts_of, policy_of
+from megatron.core.distributed.megatron_fsdp import policy_of, shardings_of
 from megatron.core.distributed.units import units_of
-from megatron.core.transformer.tensor_cut import tensor_cuts
 
 
 @dataclass(frozen=True)
@@ -67,33 +65,21 @@ def plan_shards(
     Raises:
         ValueError, TypeError: for parameters that it would reject.
     """
-    cuts = cuts_of(config, world_size)
+    shardings = shardings_of(model, config, world_size)
     policy = policy_of(config, compute_dtype, main_params_dtype)
-    divisions = {} if cuts.tensor is None else tensor_cuts(model)
     sharded: set[nn.Module] = set()
     units = []
     for unit in units_of(model):
-        cut = cuts.of(unit)
         owned = owned_parameters([unit.module], sharded.__contains__)
         check_parameters([unit.module], owned)
-        whole, divided = divide_owned(owned, divisions)
-        planned = [
-            group
-            for part, (mesh_shape, placements, grad_divisor) in (
-                (whole, cut),
-                (divided, cuts.tensor or cut),
-            )
-            for group, _ in plan_groups(
-                part,
-                placements,
-                mesh_shape,
-                lambda _: policy,
-                grad_divisor,
-                OffloadPolicy(main_weights_on_host=unit.name in offloaded),
-                divisions,
-                is_accelerator=is_accelerator,
-            )
-        ]
-        units.append(UnitPlan(unit.name, tuple(planned)))
+        planned = plan_groups(
+            owned,
+            shardings.of(unit),
+            lambda _: policy,
+            OffloadPolicy(main_weights_on_host=unit.name in offloaded),
+            shardings.tensor,
+            is_accelerator=is_accelerator,
+        )
+        units.append(UnitPlan(unit.name, tuple(group for group, _ in planned)))
         sharded.add(unit.module)
     return ShardPlan(tuple(units))

@@ -1,7 +1,7 @@
 """Tensor parallelism: the heads and channels of each layer divided over ranks.
 
 `TensorGroup` takes the place of `tensor` in attention, gated delta nets, MLPs, the embedding and
-the output projection; tensor_exchange.py says what they do with it. Between the layers each rank
+the model; tensor_exchange.py says what they do with it. Between the layers each rank
 has some positions of its rows (sequence parallelism), so a norm, a router or a residual addition is
 computed once, and each of the two parts of a layer gathers its inputs and scatters its outputs:
 
@@ -34,12 +34,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from megatron.core.distributed.context import Record, slice_of
+from megatron.core.distributed.config import A2A, check_heads
+from megatron.core.distributed.context import Record, mixers_of, slice_of
 from megatron.core.distributed.fsdp.collectives import Label, all_gather, tag_of
+from megatron.core.distributed.fsdp.context import is_backward_running
 from megatron.core.distributed.fsdp.group_plan import THE_MODEL
 from megatron.core.issued_collectives import issuing
 from megatron.core.models.gpt.gpt_model import GPTModel, WordEmbeddings
-from megatron.core.models.gpt.output_layer import OutputLayer
 from megatron.core.models.multimodal.vision_language_model import VisionLanguageModel
 from megatron.core.products import linear, mm
 from megatron.core.transformer.attention_core import Attention
@@ -64,14 +65,20 @@ def divide_tensor(model: nn.Module, group: dist.ProcessGroup, record: Record | N
         model: with context parallelism, after `divide_context`.
         record: called with a module, and whether in backward, before its positions or sums, or
             their gradients, travel, in the thread that computes.
+
+    Raises:
+        ValueError: for heads, sections or columns that the ranks cannot divide.
     """
-    cuts = tensor_cuts(model)
+    cuts, num_ranks = tensor_cuts(model), dist.get_world_size(group)
+    check_heads(mixers_of(model).values(), 1, A2A, num_ranks)
+    for name, parameter in model.named_parameters():
+        if parameter in cuts:
+            cuts[parameter].check(parameter.shape, num_ranks, name)
+
     for name, module in model.named_modules():
-        if isinstance(module, (Attention, GatedDeltaNet, MLP, WordEmbeddings, OutputLayer)):
-            if any(parameter in cuts for parameter in module.parameters()):
-                noted = None if record is None else partial(record, module)
-                module.tensor = TensorGroup(group, name or THE_MODEL, noted)
-        elif isinstance(module, GPTModel):
+        if isinstance(module, (Attention, GatedDeltaNet, GPTModel, MLP, WordEmbeddings)) and any(
+            parameter in cuts for parameter in module.parameters()
+        ):
             noted = None if record is None else partial(record, module)
             module.tensor = TensorGroup(group, name or THE_MODEL, noted)
 
@@ -135,13 +142,13 @@ class TensorGroup:
 
     def total(self, tensor: Tensor) -> Tensor:
         """See `TensorExchange.total`."""
-        apply: Any = _Total.apply
-        summed: Tensor = apply(tensor, self)
-        return summed
+        summed = self._all_reduce(tensor, dist.ReduceOp.SUM)
+        # Zero, with the gradient of this rank's part.
+        return summed + (tensor - tensor.detach()) if tensor.requires_grad else summed
 
     def maximum(self, tensor: Tensor) -> Tensor:
         """See `TensorExchange.maximum`."""
-        return self._all_reduce(tensor.detach(), dist.ReduceOp.MAX)
+        return self._all_reduce(tensor, dist.ReduceOp.MAX)
 
     def all_gather(self, part: Tensor, *, is_backward: bool) -> Tensor:
         """[batch, seq / ranks, channels] of each rank -> [batch, seq, channels]."""
@@ -167,13 +174,10 @@ class TensorGroup:
         wide = torch.promote_types(sent.dtype, torch.float32)
         return received.sum(0, dtype=wide).to(sums.dtype)
 
-    def sum(self, tensor: Tensor) -> Tensor:
-        """The sum over the ranks, the same bits on each."""
-        return self._all_reduce(tensor, dist.ReduceOp.SUM)
-
     def _all_reduce(self, tensor: Tensor, operation: Any) -> Tensor:
-        self._note(is_backward=False)
-        reduced = tensor.clone(memory_format=torch.contiguous_format)
+        # Losses of single tokens compute their logits, and these sums, again in backward.
+        self._note(is_backward_running())
+        reduced = tensor.detach().clone(memory_format=torch.contiguous_format)
         with issuing(f"all-reduce of {self._name}", reduced):
             dist.all_reduce(reduced, operation, group=self._group)
         return reduced
@@ -238,13 +242,3 @@ class _GatherLinear(torch.autograd.Function):
 
 def _product(left: Tensor, right: Tensor) -> Tensor:
     return mm(left, right, left.new_empty(left.shape[0], right.shape[1]))
-
-
-class _Total(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, group: TensorGroup) -> Tensor:  # noqa: ARG004
-        return group.sum(tensor)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ARG004
-        return gradient, None

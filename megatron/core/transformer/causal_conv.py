@@ -23,8 +23,7 @@ BLOCK_NUMEL = 1 << 17
 
 
 class CausalConv1d(nn.Module):
-    """silu(sum over j of weight[:, 0, j] * x[position - kernel + 1 + j]), zeros before the start
-    of each document.
+    """The weight of `causal_conv`.
 
     Attributes:
         weight: [channels, 1, kernel], as nn.Conv1d has it with as many groups as channels.
@@ -40,15 +39,18 @@ class CausalConv1d(nn.Module):
         bound = 1.0 / math.sqrt(self.weight.shape[2])
         nn.init.uniform_(self.weight, -bound, bound)
 
-    def forward(self, x: Tensor, documents: Documents | None = None) -> Tensor:
-        """[batch, seq, channels] -> [batch, seq, channels], same dtype. A batch of several
-        documents is one row.
-        """
-        return causal_conv(self.weight, x, documents)
-
 
 def causal_conv(weight: Tensor, x: Tensor, documents: Documents | None = None) -> Tensor:
-    """What CausalConv1d computes with such a weight."""
+    """silu(sum over j of weight[:, 0, j] * x[position - kernel + 1 + j]), zeros before the start
+    of each document.
+
+    Args:
+        weight: [channels, 1, kernel].
+        x: [batch, seq, channels]. A batch of several documents is one row.
+
+    Returns:
+        [batch, seq, channels], same dtype.
+    """
     if documents is not None and len(documents.lengths) > 1:
         # The zeros before the first document are the kernel's own.
         places, count = documents.spread(weight.shape[2] - 1, x.device)
@@ -61,7 +63,7 @@ def causal_conv(weight: Tensor, x: Tensor, documents: Documents | None = None) -
 
 
 def causal_conv_by_torch(x: Tensor, weight: Tensor) -> Tensor:
-    """What CausalConv1d computes, by PyTorch's convolution."""
+    """What `causal_conv` computes, by PyTorch's convolution."""
     if x.shape[1] == 0:  # the convolution wants at least one position
         return x
 
@@ -71,7 +73,7 @@ def causal_conv_by_torch(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def causal_conv_in_blocks(x: Tensor, weight: Tensor) -> Tensor:
-    """What CausalConv1d computes, a block of positions at a time."""
+    """What `causal_conv` computes, a block of positions at a time."""
     apply: Any = _BlockwiseConv.apply  # torch declares it without types
     output: Tensor = apply(x, weight)
     return output

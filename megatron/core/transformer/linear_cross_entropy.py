@@ -374,12 +374,7 @@ def _softmax_over_ranks(
 ) -> tuple[Tensor, Tensor]:
     """As `_softmax`, on ranks that have the logits of different tokens of the vocabulary."""
     numbers, is_own = own_rows(labels, logits.shape[1], tensor)
-    found = []
-    for rows in pieces:
-        x, _ = _capped(logits[rows].to(torch.float32, copy=True), options)
-        target = x.gather(1, numbers[rows].unsqueeze(1))
-        top = x.amax(1, keepdim=True)
-        found.append(torch.cat((top, x.sub_(top).exp_().sum(1, keepdim=True), target), dim=1))
+    found = [_statistics(logits[rows], numbers[rows], options) for rows in pieces]
     own_top, own_total, own_target = torch.cat(found).unbind(1)
     top = tensor.maximum(own_top)
     total, target = tensor.total(
@@ -395,6 +390,16 @@ def _softmax_over_ranks(
             weights = token_weights[rows] * is_own[rows]
             _write_gradient(logits[rows], x, tanh, numbers[rows], weights)
     return log_sum - target, log_sum
+
+
+def _statistics(logits: Tensor, labels: Tensor, options: HeadOptions) -> Tensor:
+    """The largest logit, the sum of exponentials of the distances to it, and the label's logit of
+    each token: [tokens, 3] fp32.
+    """
+    x, _ = _capped(logits.to(torch.float32, copy=True), options)
+    target = x.gather(1, labels.unsqueeze(1))
+    top = x.amax(1, keepdim=True)
+    return torch.cat((top, x.sub_(top).exp_().sum(1, keepdim=True), target), dim=1)
 
 
 def _capped(x: Tensor, options: HeadOptions) -> tuple[Tensor, Tensor | None]:

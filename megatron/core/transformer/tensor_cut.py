@@ -104,16 +104,8 @@ class TensorCut:
         sizes[self.dim] //= num_parts
         return tuple(sizes)
 
-    def to_stored(self, whole: Tensor, num_parts: int) -> Tensor:
-        """A tensor of global shape and order, in block order: a view if these are the same."""
-        if self.dim == 1:
-            blocks: Tensor = whole.unflatten(1, (num_parts, -1)).movedim(1, 0)
-            return blocks.flatten(0, 1)
-        parts = [part.unflatten(0, (num_parts, -1)) for part in whole.split(self.sections)]
-        return (parts[0] if len(parts) == 1 else torch.cat(parts, 1)).flatten(0, 1)
-
     def to_global(self, stored: Tensor, num_parts: int) -> Tensor:
-        """The reverse of `to_stored`."""
+        """A tensor in block order, in global order: a view if these are the same."""
         blocks: Tensor = stored.unflatten(0, (num_parts, -1))
         if self.dim == 1:
             return blocks.movedim(0, 1).flatten(1, 2)

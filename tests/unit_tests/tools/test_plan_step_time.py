@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from benchmarks import gpu_step, offload_model
+from benchmarks.helpers.divided_layers import take_parts
 from megatron.core.distributed import context, tensor
 from megatron.core.models.gpt.activations import Microbatch
 from megatron.core.models.gpt.gpt_model import GPTModel, Places
@@ -29,7 +30,6 @@ from megatron_hybrid.plan.workload import (
     sent_by_layer,
     work_of,
 )
-from tests.helpers.divided_layers import take_parts
 from tests.helpers.doc_commands import DOCS
 from tests.helpers.ranks import run_ranks
 

@@ -73,8 +73,13 @@ CASES = {
     "experts": Case({**FOUR_GROUPS, **MIXTURE}),
     "experts on two ranks": Case({**FOUR_GROUPS, **MIXTURE}, has_documents=True, expert_size=2),
     "images": Case(has_images=True),
+    "frozen layers and embedding": Case(
+        {**FOUR_GROUPS, "add_bias_linear": True},
+        frozen=("embedding", "decoder.layers.0.mlp", "decoder.layers.1.self_attention"),
+    ),
 }
 SHARDINGS: dict[str, dict[str, Any]] = {
+    "none": {"data_parallel_sharding_strategy": "no_shard"},
     "ZeRO-1": {"data_parallel_sharding_strategy": "optim"},
     "ZeRO-2": {"data_parallel_sharding_strategy": "optim_grads"},
     "HSDP": {"num_distributed_optimizer_instances": 2},
@@ -116,7 +121,17 @@ def test_layers_are_divided_under_every_sharding_of_parameters(name: str, shardi
     run_ranks(4, _compare, CASES[name], (2,) if is_hybrid else (2, 4), [options])
 
 
-@pytest.mark.parametrize("name", ["SwiGLU, and fewer key heads than ranks", "delta nets"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "SwiGLU, and fewer key heads than ranks",
+        "delta nets",
+        *(
+            pytest.param(name, marks=pytest.mark.wide)
+            for name in ("latent attention", "experts on two ranks", "images")
+        ),
+    ],
+)
 @pytest.mark.parametrize("comm_type", ["a2a", "all_gather"])
 def test_ranks_divide_layers_and_sequences(name: str, comm_type: str) -> None:
     options = {"context_parallel_size": 2, "cp_comm_type": comm_type}
@@ -196,3 +211,14 @@ def _uneven() -> None:
 
 def test_sequences_that_ranks_cannot_divide_are_refused() -> None:
     run_ranks(4, _uneven)
+
+
+def _indivisible() -> None:
+    case = Case({"num_attention_heads": 2})
+    with pytest.raises(ValueError, match=r"--context-parallel-size: .* 2 attention heads .* 2"):
+        engine_of(case, 2, context_parallel_size=2)
+    engine_of(case, 2, context_parallel_size=2, cp_comm_type="all_gather")
+
+
+def test_heads_that_ranks_of_both_axes_cannot_divide_are_refused() -> None:
+    run_ranks(4, _indivisible)

@@ -48,9 +48,9 @@ from megatron.core.distributed.fsdp.group_weights import REPLACED, OwnedParamete
 from megatron.core.distributed.fsdp.module import FsdpModule, attach, names_taken
 from megatron.core.distributed.fsdp.parameter_group import FsdpParameterGroup
 from megatron.core.distributed.fsdp.parameter_grouping import (
+    Sharding,
     TensorSharding,
     check_parameters,
-    divide_owned,
     own_modules,
     owned_parameters,
     plan_groups,
@@ -213,24 +213,19 @@ def fully_shard(
     construction, mesh, placements = _construction_for(modules, mesh, placements)
     context = construction.context
     owned = _checked_parameters(modules, context)
-    tensor = construction.tensor or TensorSharding(mesh, placements, grad_divisor, {})
-    whole, divided = divide_owned(owned, tensor.cuts)
+    tensor = construction.tensor
+    planned = plan_groups(
+        owned,
+        Sharding(tuple(mesh.shape), placements, grad_divisor),
+        policies.for_dtype,
+        offload,
+        None if tensor is None else tensor.sharding,
+        is_accelerator=context.device.is_accelerator,
+    )
+    meshes = {} if tensor is None else dict.fromkeys(tensor.sharding.cuts, tensor.mesh)
     groups = [
-        FsdpParameterGroup(plan, own, mesh, context.device)
-        for part, (mesh, placements, grad_divisor, cuts) in (
-            (whole, TensorSharding(mesh, placements, grad_divisor, {})),
-            (divided, tensor),
-        )
-        for plan, own in plan_groups(
-            part,
-            placements,
-            mesh.shape,
-            policies.for_dtype,
-            grad_divisor,
-            offload,
-            cuts,
-            is_accelerator=context.device.is_accelerator,
-        )
+        FsdpParameterGroup(plan, own, meshes.get(own[0].original, mesh), context.device)
+        for plan, own in planned
     ]
     is_filled = _fill(groups, owned, construction)
     _attach(modules, context, groups, reshard_after_forward, policies, is_filled)

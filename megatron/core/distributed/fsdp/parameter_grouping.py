@@ -33,33 +33,26 @@ _MAX_PADDING_SHARE = 0.01
 _MIN_PADDING_NUMEL = 1 << 18
 
 
-_NO_CUTS: Mapping[nn.Parameter, TensorCut] = MappingProxyType({})
+class Sharding(NamedTuple):
+    """How parameters are sharded.
+
+    Attributes:
+        mesh_shape: ranks along each axis of `placements`.
+        grad_divisor: divides gradients after they have been averaged over the ranks.
+        cuts: how tensor parallelism divides them over the last axis, which is kept.
+    """
+
+    mesh_shape: tuple[int, ...]
+    placements: Placements
+    grad_divisor: float = 1
+    cuts: Mapping[nn.Parameter, TensorCut] = MappingProxyType({})
 
 
 class TensorSharding(NamedTuple):
-    """How the parameters of a model that tensor parallelism divides are sharded. Each rank of the
-    last axis computes with its part of them.
-
-    Attributes:
-        placements: keep the last axis.
-        grad_divisor: divides gradients after they have been averaged over the other axes.
-        cuts: of these parameters; others are whole.
-    """
+    """How every unit's parameters are sharded that tensor parallelism divides, and their mesh."""
 
     mesh: DeviceMesh
-    placements: Placements
-    grad_divisor: float
-    cuts: Mapping[nn.Parameter, TensorCut]
-
-
-def divide_owned(
-    owned: Iterable[OwnedParameter], cuts: Mapping[nn.Parameter, TensorCut]
-) -> tuple[list[OwnedParameter], list[OwnedParameter]]:
-    """The parameters that are whole in use, and the divided ones. They cannot share a group."""
-    whole, divided = list[OwnedParameter](), list[OwnedParameter]()
-    for parameter in owned:
-        (divided if parameter.original in cuts else whole).append(parameter)
-    return whole, divided
+    sharding: Sharding
 
 
 def own_modules(module: nn.Module, is_sharded: IsSharded) -> Iterator[nn.Module]:
@@ -99,33 +92,49 @@ def owned_parameters(modules: Sequence[nn.Module], is_sharded: IsSharded) -> lis
 
 def plan_groups(
     owned: Sequence[OwnedParameter],
-    placements: Placements,
-    mesh_shape: Sequence[int],
+    sharding: Sharding,
     policy_for: Callable[[torch.dtype], MixedPrecisionPolicy],
-    grad_divisor: float,
     offload: OffloadPolicy,
-    cuts: Mapping[nn.Parameter, TensorCut] = _NO_CUTS,
+    divided: Sharding | None = None,
     *,
     is_accelerator: bool = False,
 ) -> list[tuple[GroupPlan, list[OwnedParameter]]]:
-    """The groups of one unit's parameters, in the order of the first of each.
+    """The groups of one unit's parameters, in the order of the first of each. Parameters that
+    tensor parallelism divides share no group with others, and come last.
 
     Parameters share a group if they have one dtype, one requires_grad and one policy, unless that
     takes too much padding; see `_parts`. An `Fp32Module` only costs a group, and its collectives,
     unless its dtypes differ from its neighbours' anyway.
 
     Args:
-        mesh_shape: ranks along each axis of the placements.
         policy_for: the policy of parameters of a dtype.
-        grad_divisor: divides gradients after they have been averaged over the ranks.
         offload: whether main weights start in host memory. Those of frozen parameters do not.
-        cuts: how the ranks of a kept axis divide parameters; default: by rows.
+        divided: the sharding of parameters that tensor parallelism divides; default: of none.
         is_accelerator: whether the ranks compute on accelerators.
 
     Raises:
         ValueError: for rows, sections or columns that the ranks of kept axes cannot divide.
         TypeError: for a parameter that is not a float.
     """
+    cuts = {} if divided is None else divided.cuts
+    parts = [(sharding, [each for each in owned if each.original not in cuts])]
+    if divided is not None:
+        parts.append((divided, [each for each in owned if each.original in cuts]))
+    return [
+        group
+        for own_sharding, part in parts
+        for group in _groups_of(part, own_sharding, policy_for, offload, is_accelerator)
+    ]
+
+
+def _groups_of(
+    owned: Sequence[OwnedParameter],
+    sharding: Sharding,
+    policy_for: Callable[[torch.dtype], MixedPrecisionPolicy],
+    offload: OffloadPolicy,
+    is_accelerator: bool,
+) -> list[tuple[GroupPlan, list[OwnedParameter]]]:
+    mesh_shape, placements, grad_divisor, cuts = sharding
     num_blocks = placements.num_blocks(mesh_shape)
     for parameter in owned:
         _check_divisible(parameter, cuts.get(parameter.original), placements, num_blocks)
@@ -146,7 +155,7 @@ def plan_groups(
                 tuple(ParameterPlan(p.fqns, tuple(p.original.shape)) for p in own),
                 layout,
                 placements,
-                tuple(mesh_shape),
+                mesh_shape,
                 policy,
                 requires_grad,
                 grad_divisor,

@@ -87,12 +87,15 @@ class ActivationBytes:
         rest: the final norm's input.
         loss: in addition, while the losses are computed: logits of a chunk of tokens, and the
             gradients of hidden states and of the head's weight, in fp32.
+        exchanged: in addition, on ranks that divide layers, copies of whole rows in the last
+            exchange of a layer.
     """
 
     layers: tuple[int, ...]
     recomputed: int
     rest: int
     loss: int
+    exchanged: int
 
     @property
     def kept(self) -> int:
@@ -121,7 +124,25 @@ def activation_bytes(
 
     rest = batch.num_tokens * _norm_input(spec.final_norm, spec.hidden_size, batch.itemsize, batch)
     of_loss = _loss(spec.hidden_size, vocab_size // batch.tensor_size, batch)
-    return ActivationBytes(tuple(layers), recomputed, rest, of_loss)
+    exchanged = _exchanged(spec, batch, is_recomputed=layers is not whole)
+    return ActivationBytes(tuple(layers), recomputed, rest, of_loss, exchanged)
+
+
+def _exchanged(spec: ModelSpec, batch: Microbatch, *, is_recomputed: bool) -> int:
+    """Bytes of hidden states in the last exchange of the last layer."""
+    last = spec.layers[-1].feed_forward
+    # Attention is over when experts have activations, which take more.
+    ends_in_experts = isinstance(last, MoeSpec) and last.shared is None
+    if batch.tensor_size == 1 or ends_in_experts:
+        return 0
+    # Several rows are copied to be in the order of the ranks, or to be in rows again.
+    own, num_copies = batch.num_tokens * spec.hidden_size, 1 if batch.size == 1 else 2
+    whole = batch.tensor_size * own * batch.itemsize
+    if is_recomputed:
+        # The last is the gather of the outputs' gradients: recomputation ends before the scatter.
+        return num_copies * whole
+    # Sums before and after they are sent, and this rank's in fp32.
+    return (num_copies + 1) * whole + own * _FP32
 
 
 def _loss(hidden_size: int, vocab_size: int, batch: Microbatch) -> int:

@@ -226,7 +226,8 @@ class GPTModel(nn.Module):
     Attributes:
         sequence_slice: the part of each sequence that this rank computes; None: all of it.
         tensor: how ranks that compute the same part, and divide the layers and the vocabulary,
-            exchange the losses of routers; None: this rank has whole layers.
+            exchange the losses of routers and the statistics of logits; None: this rank has whole
+            layers.
     """
 
     sequence_slice: SequenceSlice | None = None
@@ -327,7 +328,7 @@ class GPTModel(nn.Module):
             weight = self.embedding.word_embeddings.weight
             output = project(hidden, weight, self._head, targets, self.tensor)
         else:
-            output = self.output_layer(hidden, targets)
+            output = self.output_layer(hidden, targets, self.tensor)
         return (output, report) if with_routing else output
 
     def checked_targets(

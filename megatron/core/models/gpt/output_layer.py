@@ -78,13 +78,9 @@ class OutputLayer(Linear):
     """The output projection of a model whose embeddings are not tied to it.
 
     It computes losses, too, since a sharded weight is whole while its module runs.
-
-    Attributes:
-        tensor: see `WordEmbeddings`.
     """
 
     is_hidden = False
-    tensor: TensorExchange | None = None
 
     def __init__(
         self, hidden_size: int, vocab_size: int, options: HeadOptions, *, init_std: float
@@ -92,6 +88,11 @@ class OutputLayer(Linear):
         super().__init__(hidden_size, vocab_size, bias=False, init_std=init_std, tensor_dim=0)
         self.options = options
 
-    def forward(self, hidden: Tensor, targets: Targets | None = None) -> Output:  # type: ignore[override]
+    def forward(  # type: ignore[override]
+        self,
+        hidden: Tensor,
+        targets: Targets | None = None,
+        tensor: TensorExchange | None = None,
+    ) -> Output:
         """See `project`."""
-        return project(hidden, self.weight, self.options, targets, self.tensor)
+        return project(hidden, self.weight, self.options, targets, tensor)

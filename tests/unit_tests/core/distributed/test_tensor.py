@@ -16,6 +16,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from benchmarks.helpers.divided_layers import part_of, take_parts
 from benchmarks.helpers.memory import peak_bytes
 from megatron.core.distributed.config import A2A, ALL_GATHER
 from megatron.core.distributed.context import Record, divide_context
@@ -32,7 +33,6 @@ from megatron.core.transformer.linear_cross_entropy import (
     weighted_cross_entropy,
 )
 from megatron.core.transformer.tensor_cut import TensorCut
-from tests.helpers.divided_layers import take_parts
 from tests.helpers.ranks import on_ranks, run_ranks
 from tests.unit_tests.core.models.multimodal.helpers.their_images import image_batch
 from tests.unit_tests.core.models.multimodal.helpers.vision_models import VISION
@@ -267,8 +267,7 @@ def _compare(
             else:
                 part = _mean(part, ranks.context)
             if name in cuts:
-                stored = cuts[name].to_stored(whole, tensor_size)
-                whole = stored.chunk(tensor_size)[dist.get_rank(ranks.tensor)]
+                whole = part_of(whole, cuts[name], tensor_size, dist.get_rank(ranks.tensor))
             elif whole.dim() and name != "losses" and name not in experts:
                 part = _mean(part, ranks.tensor) * tensor_size
             errors[name] = float((part - whole).norm() / (whole.norm() + 1e-30))
@@ -325,7 +324,9 @@ def test_a_decoder_of_images_is_divided_and_its_tower_is_not(num_ranks, tensor_s
     run_ranks(num_ranks, _compare, _vision_model, _run_images, tensor_size)
 
 
-def _bits_and_records(granularity: str | None) -> tuple[list[Tensor], list[tuple[str, bool]]]:
+def _bits_and_records(
+    granularity: str | None, *, is_weighted: bool = True
+) -> tuple[list[Tensor], list[tuple[str, bool]]]:
     records: list[tuple[str, bool]] = []
 
     def record(module: nn.Module, is_backward: bool) -> None:
@@ -333,7 +334,7 @@ def _bits_and_records(granularity: str | None) -> tuple[list[Tensor], list[tuple
 
     options = {**HYBRID, "recompute_granularity": granularity}
     model, _ = _divided(partial(_model, options), _Ranks(2, 1), record=record)
-    found = _run_text(DOCUMENTS, True, model)
+    found = _run_text(DOCUMENTS, is_weighted, model)
     return [found["loss"], *(parameter.grad for parameter in model.parameters())], records
 
 
@@ -348,6 +349,10 @@ def test_recomputed_layers_exchange_again_and_give_the_same_bits() -> None:
     embedding, head = "WordEmbeddings", "GPTModel"
     first = [(embedding, False), *forward, *[(head, False)] * 3, (head, True)]
     assert plain == [*first, *backward, (embedding, True)]
+
+    # Losses of single tokens exchange the statistics again in backward.
+    _, of_tokens = _bits_and_records(None, is_weighted=False)
+    assert of_tokens == [*first, *[(head, True)] * 2, *backward, (embedding, True)]
 
     found, records = _bits_and_records("selective")
     assert records == plain, "the core exchanges nothing"
@@ -421,6 +426,30 @@ def test_a_token_outside_of_the_vocabulary_is_an_error_on_every_rank() -> None:
     for token in (-1, VOCAB):
         with pytest.raises(IndexError):
             model(torch.full((1, SEQ), token))
+
+
+@on_ranks(4)
+def test_what_ranks_cannot_divide_is_an_error_before_anything_is_divided() -> None:
+    for options, vocab_size, told in [
+        ({"num_attention_heads": 6, "num_query_groups": 6, "kv_channels": 4}, VOCAB, "6 attention"),
+        (
+            {"num_attention_heads": 12, "num_query_groups": 6, "kv_channels": 4},
+            VOCAB,
+            "6 key heads",
+        ),
+        ({"num_query_groups": 1, "kv_channels": 2}, VOCAB, "2 channels of key heads"),
+        ({"qk_layernorm": True, "qk_layernorm_across_heads": True}, VOCAB, "across-heads"),
+        ({**HYBRID, "linear_num_key_heads": 2}, VOCAB, "2 key heads of gated"),
+        ({**HYBRID, "linear_num_key_heads": 2, "linear_num_value_heads": 6}, VOCAB, "6 value"),
+        ({**LATENT, "num_attention_heads": 6, "q_lora_rank": 20}, VOCAB, "6 attention"),
+        ({"ffn_hidden_size": 90}, VOCAB, "90 rows .*linear_fc1.weight"),
+        ({}, VOCAB + 2, f"{VOCAB + 2} rows .*word_embeddings.weight"),
+    ]:
+        with torch.device("meta"):
+            model = GPTModel(TransformerConfig(**{**DENSE, **options}), vocab_size)
+        with pytest.raises(ValueError, match=f"ensor.*parallel.*{told}"):
+            divide_tensor(model, dist.group.WORLD)
+        assert model.tensor is None
 
 
 @on_ranks(2)

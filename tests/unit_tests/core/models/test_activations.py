@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from benchmarks.helpers.divided_layers import take_parts
 from megatron.core import products
 from megatron.core.distributed.context import divide_context
 from megatron.core.distributed.tensor import divide_tensor
@@ -18,7 +19,6 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.config import TransformerConfig
 from megatron.core.transformer.delta_rule import state_nbytes
 from megatron.core.transformer.layer_specs import model_spec
-from tests.helpers.divided_layers import take_parts
 from tests.helpers.ranks import run_ranks
 
 VOCAB, SEQ, SIZE = 512, 128, 2

@@ -26,8 +26,16 @@ class Case(NamedTuple):
         return tuple(self.whole.shape)
 
     @property
+    def parts(self) -> list[Tensor]:
+        """The part of each rank, by the definition."""
+        if self.cut.dim == 1:
+            return [*self.whole.chunk(self.num_parts, 1)]
+        sections = [each.chunk(self.num_parts) for each in self.whole.split(self.cut.sections)]
+        return [torch.cat(part) for part in zip(*sections, strict=True)]
+
+    @property
     def stored(self) -> Tensor:
-        return self.cut.to_stored(self.whole, self.num_parts)
+        return torch.cat(self.parts)
 
 
 @st.composite
@@ -45,20 +53,12 @@ def cases(draw: st.DrawFn) -> Case:
     return Case(cut, torch.arange(numel).view(shape), num_parts)
 
 
-def part_of(case: Case, part: int) -> Tensor:
-    """The part of a rank, by the definition."""
-    if case.cut.dim == 1:
-        return case.whole.chunk(case.num_parts, 1)[part]
-    sections = case.whole.split(case.cut.sections)
-    return torch.cat([section.chunk(case.num_parts)[part] for section in sections])
-
-
 @given(cases())
-def test_stored_blocks_are_the_parts_of_the_ranks(case: Case) -> None:
+def test_stored_shapes_are_those_of_the_parts_one_after_the_other(case: Case) -> None:
     assert case.stored.shape == case.cut.stored_shape(case.shape, case.num_parts)
-    for part, block in enumerate(case.stored.chunk(case.num_parts)):
-        assert block.shape == case.cut.part_shape(case.shape, case.num_parts)
-        assert torch.equal(block, part_of(case, part))
+    assert case.cut.global_shape(case.stored.shape, case.num_parts) == case.shape
+    for part in case.parts:
+        assert part.shape == case.cut.part_shape(case.shape, case.num_parts)
 
 
 @given(cases())

@@ -18,6 +18,7 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.models.multimodal.vision_language_model import Images
 from megatron.core.optimizer.config import OptimizerConfig
 from megatron.core.optimizer.lr_schedule import LRScheduleConfig
+from megatron.core.parts import freeze
 from megatron.core.transformer.config import TransformerConfig
 from megatron.core.transformer.layer_specs import model_spec
 from megatron.core.transformer.spec import ModelSpec
@@ -72,22 +73,28 @@ class Case(NamedTuple):
         has_documents: whether rows hold documents, of which some cross the cuts, and padding.
         has_images: whether the model reads images, of which each microbatch but one has five.
         expert_size: ranks that divide the experts.
+        frozen: names of parts that are not trained.
     """
 
     model: dict[str, Any] = {}  # noqa: RUF012  only read
     has_documents: bool = False
     has_images: bool = False
     expert_size: int = 1
+    frozen: tuple[str, ...] = ()
 
     @property
     def config(self) -> TransformerConfig:
         return TransformerConfig(**{**SHAPE, **self.model})
 
     def build(self) -> nn.Module:
+        model: nn.Module
         if self.has_images:
             vision = replace(VISION, vision_deepstack_layers=(0,))
-            return vision_model(vision, VOCAB, **self.model)
-        return GPTModel(self.config, VOCAB)
+            model = vision_model(vision, VOCAB, **self.model)
+        else:
+            model = GPTModel(self.config, VOCAB)
+        freeze(model, self.frozen, "--freeze")
+        return model
 
     def forward_step(self) -> ForwardStep:
         return read_images if self.has_images else forward_step_of(self.spec, is_per_token=True)

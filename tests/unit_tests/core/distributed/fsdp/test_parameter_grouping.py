@@ -26,7 +26,11 @@ from megatron.core.distributed.fsdp import (
 )
 from megatron.core.distributed.fsdp.group_plan import GroupPlan
 from megatron.core.distributed.fsdp.layout import GlobalLayout, row_numel
-from megatron.core.distributed.fsdp.parameter_grouping import owned_parameters, plan_groups
+from megatron.core.distributed.fsdp.parameter_grouping import (
+    Sharding,
+    owned_parameters,
+    plan_groups,
+)
 from megatron.core.distributed.fsdp.precision import OffloadPolicy
 from megatron.core.optimizer import FusedAdam, HybridDeviceOptimizer
 from tests.helpers.ranks import run_ranks
@@ -49,10 +53,8 @@ class Shapes(nn.Module):
 def plans_of(shapes: list[tuple[int, ...]], num_ranks: int) -> list[GroupPlan]:
     planned = plan_groups(
         owned_parameters([Shapes(shapes)], lambda _: False),
-        Placements.for_strategy("optim_grads_params"),
-        [num_ranks],
+        Sharding((num_ranks,), Placements.for_strategy("optim_grads_params")),
         lambda _: MixedPrecisionPolicy(),
-        1.0,
         OffloadPolicy(),
     )
     return [plan for plan, _ in planned]

@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from megatron.core.transformer.tensor_cut import TensorCut, tensor_cuts
+
+
+def part_of(whole: Tensor, cut: TensorCut, num_parts: int, part: int) -> Tensor:
+    """A rank's part of a weight."""
+    num_rows = cut.part_shape(whole.shape, num_parts)[0]
+    rows = range(part * num_rows, (part + 1) * num_rows)
+    return torch.cat([whole[box.slices()] for box in cut.boxes(whole.shape, num_parts, rows)])
 
 
 def take_parts(model: nn.Module, rank: int, num_ranks: int) -> dict[str, TensorCut]:
@@ -14,8 +22,6 @@ def take_parts(model: nn.Module, rank: int, num_ranks: int) -> dict[str, TensorC
     for name, cut in names.items():
         owner, _, own = name.rpartition(".")
         module = model.get_submodule(owner)
-        whole = module.get_parameter(own)
-        cut.check(whole.shape, num_ranks, name)
-        part = cut.to_stored(whole.detach(), num_ranks).chunk(num_ranks)[rank]
-        setattr(module, own, nn.Parameter(part.clone()))
+        part = part_of(module.get_parameter(own).detach(), cut, num_ranks, rank)
+        setattr(module, own, nn.Parameter(part))
     return names
