@@ -103,7 +103,7 @@ def test_gradients_come_as_activations_go(
     at_rest = {COMPUTE: StateBytes(1000, 0), GRADIENTS: StateBytes(gradients, 0)}
     memory = RunMemory(
         PlannedMemory(at_rest, [], ShardPlan(())),
-        ActivationBytes(kept, recomputed=5, rest=0, loss=loss),
+        ActivationBytes(kept, recomputed=5, exchanged=0, rest=0, loss=loss),
         activations_on_host=0,
         activations_room=0,
         in_use=InUse(6, 50, sums=2, earlier_gradients=0, layer_gradients=35),
