@@ -91,7 +91,7 @@ MODELS = {
 @pytest.mark.parametrize(
     ("kept", "loss", "gradients", "peak"),
     [
-        ((3, 4), 900, 70, Moment(0, 6 + 2, 7 + 5, 900)),
+        ((3, 4), 900, 70, Moment(0, 6 + 2, 7, 900)),
         ((300, 400), 9, 70, Moment(35, 50, 700 + 5, 0)),
         ((3, 4), 90, 700, Moment(700, 50, 4 + 5, 0)),
     ],
