@@ -25,7 +25,7 @@ from megatron.core.dtensors import check_whole
 from megatron.core.lane_timings import LaneTimings
 from megatron.core.optimizer.config import DEFAULT_OPTIMIZER_FRACTION, Overlap
 from megatron.core.optimizer.cpu_offloading.both_sides import BothSides, options_of
-from megatron.core.optimizer.cpu_offloading.bucket import BucketStep
+from megatron.core.optimizer.cpu_offloading.host_side import HostStep
 from megatron.core.optimizer.cpu_offloading.hybrid_settings import HybridSettings, updaters_of
 from megatron.core.optimizer.cpu_offloading.plan import OffloadPlan
 from megatron.core.optimizer.kernels.piece import check_grad_scale
@@ -46,7 +46,7 @@ class HybridStep(NamedTuple):
     """A step of both sides, but for the factor of the gradients."""
 
     inputs: StepInputs
-    on_host: list[BucketStep]
+    on_host: HostStep
     on_device: RuleStep | None  # optimizers of torch's do not plan
 
 
