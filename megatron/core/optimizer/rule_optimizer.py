@@ -332,8 +332,8 @@ class RuleOptimizer(PlanningOptimizer):
             kernel = partial(self._run, self.rule)
             stages = self._matrix_pass.stages(planned.matrices, grad_scale, kernel)
             for number, stage in enumerate(stages):
-                for batch in planned.matrices[number : number + 1]:
-                    self._prepare(batch)
+                if number < len(planned.matrices):
+                    self._prepare(planned.matrices[number])
                 stage()
 
         # After the kernels, which may fail: such a step does not count.

@@ -178,7 +178,9 @@ def buckets_of(
     end_run()
 
     rule = settings.host.rule
-    for bucket in buckets if rule is not None else ():
+    if rule is None:
+        return buckets
+    for bucket in buckets:
         if len(rule.parts) > 1:
             numels = [slot.numel for slot in bucket.slots]
             rules = [rule.part_for(options[slot.parameter]) for slot in bucket.slots]
