@@ -401,11 +401,10 @@ class HostSide:
         # The buckets of each batch, and the last batch that has matrices of a bucket.
         batches = [{id(self._bucket_of(each)) for each in b.parameters} for b in planned.matrices]
         last = {key: number for number, keys in enumerate(batches) for key in keys}
-        # The buffers of rows belong to the stream that computes.
-        self.lanes.matrices.enqueue(lambda: None, after=[now])
         lanes = DeviceLanes(self.lanes.matrices, self.lanes.d2h)
         stages = self._matrix_pass.stages(planned.matrices, grad_scale, self._matrix_kernel, lanes)
         for number, stage in enumerate(stages):
+            # Gradients are fetched after `now`, when the buffers of rows may be written to, too.
             after, nbytes = list[Event](), 0
             if number < len(batches):
                 own = [begun[key] for key in batches[number]]

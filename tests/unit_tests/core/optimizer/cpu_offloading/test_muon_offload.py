@@ -4,6 +4,8 @@ test_muon_ranks.py, gradients are small integers, whose means are exact.
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -66,15 +68,21 @@ def _differing(way: str, fractions: tuple[float, ...]) -> dict[tuple[float, int]
 @pytest.mark.parametrize(
     ("num_ranks", "way"),
     [
-        *[(number, "optim_grads_params") for number in (1, 2, 3, 4)],
-        (3, "no_shard"),
-        (3, "optim"),
-        (3, "optim_grads"),
-        (3, "fsdp2"),
-        (4, "hsdp"),
-        (4, "hfsdp"),
-        (4, "optim_grads_params-ep"),
-        (4, "hsdp-ep"),
+        (1, "optim_grads_params"),
+        (2, "optim_grads_params"),
+        (2, "no_shard"),
+        (2, "fsdp2"),
+        (2, "optim_grads_params-ep"),
+        *[
+            pytest.param(number, way, marks=pytest.mark.wide)
+            for number, way in (
+                (2, "optim"),
+                (2, "optim_grads"),
+                *[(3, way) for way in ("optim_grads_params", "no_shard", "optim", "optim_grads")],
+                *[(3, "fsdp2"), (4, "optim_grads_params")],
+                *[(4, way) for way in ("hsdp", "hfsdp", "optim_grads_params-ep", "hsdp-ep")],
+            )
+        ],
     ],
 )
 def test_every_way_of_sharding_has_the_bits_of_one_process(num_ranks, way):
@@ -106,12 +114,32 @@ def _load_and_go_on(folder: str, first: int) -> list[list[str]]:
     return found
 
 
-@pytest.mark.parametrize("fraction", [0.4, 1.0])
+@pytest.mark.parametrize("fraction", [pytest.param(0.0, marks=pytest.mark.wide), 0.4])
 def test_a_run_saved_on_four_ranks_goes_on_on_one_and_three_at_any_fraction(tmp_path, fraction):
     folder = str(tmp_path / "checkpoint")
     run_ranks(4, _save, folder, fraction, 2)
     for num_ranks in (1, 3):
         assert run_ranks(num_ranks, _load_and_go_on, folder, 2) == [[[]] * 3] * num_ranks
+
+
+def _returns_early() -> tuple[bool, list[str]]:
+    """Whether a step returns before its matrices are updated, and what differs after it."""
+    model, context = sharded("optim_grads_params")
+    optimizer = offloaded(model, 1.0, **OVERLAPPED)
+    side, may_start = optimizer._sides.host_side, threading.Event()
+    before = [bucket.main_weight.clone() for bucket in side.buckets]
+    side.lanes.start.enqueue(lambda: may_start.wait(60))
+    train(model, optimizer, range(1), context)
+    after = [bucket.main_weight.clone() for bucket in side.buckets]
+    may_start.set()
+    optimizer.synchronize()
+    return all(map(torch.equal, before, after)), differing(
+        values(model, optimizer), trained_alone(1)
+    )
+
+
+def test_a_step_on_one_rank_returns_before_its_matrices_are_updated():
+    assert run_ranks(1, _returns_early) == [(True, [])]
 
 
 def _is_as_on_the_device(dtype: torch.dtype, fraction: float) -> bool:
