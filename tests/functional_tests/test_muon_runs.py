@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -77,7 +78,7 @@ def test_each_flag_of_muon_changes_what_is_computed(tmp_path: Path):
     assert len(seen) == len(changes)
 
 
-@pytest.mark.parametrize("precision", ["--bf16", "--fp16 --initial-loss-scale 16777216"])
+@pytest.mark.parametrize("precision", ["--bf16", "--fp16 --initial-loss-scale 524288"])
 def test_losses_are_equal_to_the_bit_at_every_offload_fraction(precision: str, tmp_path: Path):
     """With several microbatches, clipping, and in fp16 steps that are skipped."""
     flags = [*MUON, *precision.split(), "--micro-batch-size", "1", "--clip-grad", "0.1"]
@@ -88,8 +89,9 @@ def test_losses_are_equal_to_the_bit_at_every_offload_fraction(precision: str, t
         train(*flags, *change, "--metrics-jsonl", metrics, world_size=2)
         seen.append(losses(metrics))
     assert seen == [seen[0]] * 4
-    num_steps = len(set(seen[0].values()))
-    assert 1 < num_steps < 4 if "fp16" in precision else num_steps == 4
+    records = [json.loads(line) for line in metrics.read_text().splitlines()]
+    skipped = [r["skipped_iterations"] for r in records if r["kind"] == "train"][-1]
+    assert 0 < skipped < 4 if "fp16" in precision else skipped == 0
 
 
 @pytest.mark.parametrize("family", ["qwen3_5_text", "deepseek_v3", "gpt_oss"])

@@ -209,23 +209,19 @@ def _early_that_is_undone_soon(_case: str, without: str | None) -> list[float]:
     return [value.double().sum().item() for value in trained.values()]
 
 
-def _trained_matrices(_case: str, without: str | None) -> Any:
-    """The values after some steps of Muon, or the error that they ended with."""
+def _rows_that_come_late(lane: str, without: str | None) -> list[float]:
+    """The values after a step of Muon during which a lane is held."""
     import tests.simulated_accelerator.device as sim
 
-    layers, optimizer = _matrices("no_shard")
-    with LANES_LAST.applied(), sim.configured(patience_ms=PATIENCE_MS):
-        try:
-            with _without(without):
-                for number in STEPS:
-                    matrices.step(layers, optimizer, number)
-                optimizer.synchronize()
-            values = matrices.values_of(layers, optimizer)
-            return repr([value.double().sum().item() for value in values])
-        except Exception as error:
-            return repr(error)
-        finally:
-            torch.accelerator.synchronize()
+    with recorded_lanes() as lanes:
+        layers, optimizer = _matrices("no_shard")
+    matrices.step(layers, optimizer, 0)
+    optimizer.synchronize()
+    with _without(without), sim.held(lanes[lane]):
+        matrices.step(layers, optimizer, 1)
+        pending = [bucket.pending for bucket in optimizer._sides.host_side.buckets]
+        _until(lambda: all(each.updated.is_done() for each in pending), without)
+    return [value.double().sum().item() for value in matrices.values_of(layers, optimizer)]
 
 
 def _matrices_during_reads(_case: str, without: str | None) -> list[float]:
@@ -334,10 +330,10 @@ HELD = {
     ),
     "of the early update's end for its start": (_early_that_starts_late, ""),
     "of old values for the early update": (_early_that_is_undone_soon, ""),
-    "of matrices for the gradients": (_trained_matrices, ""),
+    "of matrices for the gradients": (_rows_that_come_late, "optimizer d2h"),
     "of matrices for readers of states": (_matrices_during_reads, ""),
-    "of rows' way down for their matrices": (_trained_matrices, ""),
-    "of the host for rows": (_trained_matrices, ""),
+    "of rows' way down for their matrices": (_rows_that_come_late, "optimizer matrices"),
+    "of the host for rows": (_rows_that_come_late, "optimizer matrices"),
     "of the step for exchanges": (_exchanges_that_come_late, ""),
 }
 
