@@ -111,8 +111,8 @@ class HybridDeviceOptimizer(PlanningOptimizer):
             before `step`, as soon as their gradients have come down, from the last group on. `step`
             makes the updates final if its `grad_scale` is the expected one, 1 unless
             `expect_grad_scale` was called, and otherwise repeats them; see early_updates.py. No bit
-            changes. 0: none. Needs `fetch_during_backward`, and AdamW or another elementwise rule but
-            Muon.
+            changes. 0: none. Needs `fetch_during_backward`, and AdamW or another elementwise rule,
+            but not Muon.
         kwargs: options of the rule or the optimizer classes: lr, betas, weight_decay. Classes other
             than AdamW allocate their states outside the slabs, and these are not counted.
 
