@@ -112,6 +112,19 @@ class PlannedRun:
             total += numel * sum(dtype.itemsize for dtype in dtypes)
         return total / self.trained_numel
 
+    @cached_property
+    def matrix_share(self) -> float:
+        """The share of the trained elements that are in matrices of Muon."""
+        optimizer = self.config.optimizer
+        rule = rule_of(optimizer)
+        numel: int = sum(
+            parameter.numel()
+            for group in parameter_groups(self.model, optimizer)
+            if rule.part_for({**rule.defaults, **group}).takes_matrices
+            for parameter in group["params"]
+        )
+        return numel / self.trained_numel
+
     @property
     def num_microbatches(self) -> int:
         """The microbatches of a rank in one step."""

@@ -15,6 +15,7 @@ from megatron.core.distributed.fsdp.group_plan import THE_MODEL
 from megatron.core.dtypes import DTYPES
 from megatron.core.models.gpt.activations import Microbatch
 from megatron.core.models.gpt.flops import num_floating_point_operations
+from megatron.core.optimizer.config import Overlap
 from megatron.core.optimizer.cpu_offloading.plan import PlannedGroup
 from megatron.core.optimizer.cpu_offloading.streamed_pass import SLOT_NUMEL
 from megatron.core.transformer.fused_weight import matrices_of
@@ -67,7 +68,7 @@ def work_of(run: PlannedRun, fraction: float | None) -> Work:
         hides_activations=config.execution.activation_offload_fraction == "auto",
         exchanged=exchanged,
         exchanges=num_exchanges,
-        overlap=config.optimizer.overlap,
+        overlap=_overlap(config, run.world_size),
     )
 
 
@@ -85,11 +86,13 @@ def _groups(run: PlannedRun, parts: Sequence[_Part], config: RunConfig) -> tuple
         made = replace(part.collectives, forward=forward, backward=backward * forward)
         if part.is_on_host:
             states = part.numel * (part.main.itemsize + run.state_bytes)
+            # Matrices of Muon go up and come down, which the host writes, updates and reads.
+            rows = part.numel * run.matrix_share * torch.bfloat16.itemsize
             made = replace(
                 made,
-                host_pass=_pass_bytes(part, run.state_bytes),
-                down=part.numel * part.grad.itemsize,
-                up=part.numel * part.weight.itemsize,
+                host_pass=_pass_bytes(part, run.state_bytes) + 3 * rows,
+                down=part.numel * part.grad.itemsize + rows,
+                up=part.numel * part.weight.itemsize + rows,
                 states=states,
                 chunks=max(1, math.ceil(part.numel / SLOT_NUMEL)),
             )
@@ -105,6 +108,15 @@ def _groups(run: PlannedRun, parts: Sequence[_Part], config: RunConfig) -> tuple
     # Once a step; a rank's part is as large as its part of the elements.
     muon = newton_schulz_flops(run) * sum(part.numel for part in parts) / run.trained_numel
     return (*groups, GroupWork(rest, backward * rest + muon / run.num_microbatches))
+
+
+def _overlap(config: RunConfig, world_size: int) -> Overlap:
+    """Returns what overlaps: a step waits for matrices with rows on several ranks."""
+    strategy = config.parallel.data_parallel_sharding_strategy
+    is_exchanged = world_size > 1 and strategy != "no_shard"
+    overlap = config.optimizer.overlap
+    waits = config.optimizer.optimizer == "muon" and is_exchanged and overlap.in_forward
+    return Overlap.FETCH if waits else overlap
 
 
 def _layer_flops(run: PlannedRun) -> dict[int, float]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -15,8 +16,13 @@ MUON = (
     "--disable-bias-linear --attention-dropout 0 --hidden-dropout 0 --lr-decay-iters 4 "
     "--muon-extra-scale-factor 2"
 ).split()
+OFFLOAD = (
+    "--optimizer-cpu-offload --overlap-cpu-optimizer-d2h-h2d --overlap-optimizer-with-forward "
+    "--optimizer-offload-fraction"
+).split()
 ENGINES = {
     "megatron_fsdp": [],
+    "offloaded": [*OFFLOAD, "0.5"],
     "experts": (
         "--num-experts 4 --moe-ffn-hidden-size 6 --moe-aux-loss-coeff 0 "
         "--expert-model-parallel-size 2"
@@ -72,6 +78,22 @@ def test_each_flag_of_muon_changes_what_is_computed(tmp_path: Path):
     assert len(seen) == len(changes)
 
 
+@pytest.mark.parametrize("precision", ["--bf16", "--fp16 --initial-loss-scale 524288"])
+def test_losses_are_equal_to_the_bit_at_every_offload_fraction(precision: str, tmp_path: Path):
+    """With several microbatches, clipping, and in fp16 steps that are skipped."""
+    flags = [*MUON, *precision.split(), "--micro-batch-size", "1", "--clip-grad", "0.1"]
+    flags += ["--hysteresis", "1"] if "fp16" in precision else []
+    seen = []
+    for number, change in enumerate(([], *([*OFFLOAD, share] for share in ("0", "0.4", "1")))):
+        metrics = tmp_path / f"{number}.jsonl"
+        train(*flags, *change, "--metrics-jsonl", metrics, world_size=2)
+        seen.append(losses(metrics))
+    assert seen == [seen[0]] * 4
+    records = [json.loads(line) for line in metrics.read_text().splitlines()]
+    skipped = [r["skipped_iterations"] for r in records if r["kind"] == "train"][-1]
+    assert 0 < skipped < 4 if "fp16" in precision else skipped == 0
+
+
 @pytest.mark.parametrize("family", ["qwen3_5_text", "deepseek_v3", "gpt_oss"])
 def test_a_hugging_face_model_is_fine_tuned_with_muon(family: str, tmp_path: Path):
     pytest.importorskip("transformers")
@@ -86,6 +108,10 @@ def test_a_hugging_face_model_is_fine_tuned_with_muon(family: str, tmp_path: Pat
         metrics = tmp_path / f"{rule}.jsonl"
         run_ranks(2, logged, [*flags, "--optimizer", rule, "--metrics-jsonl", str(metrics)])
         found[rule] = [*losses(metrics).values()]
+    metrics = tmp_path / "offloaded.jsonl"
+    offload = ["--optimizer", "muon", *OFFLOAD, "0.5", "--metrics-jsonl", str(metrics)]
+    run_ranks(2, logged, [*flags, *offload])
+    assert [*losses(metrics).values()] == found["muon"]
     assert found["muon"][0] == found["adam"][0], "both start from the weights of the directory"
     assert found["muon"][1:] != found["adam"][1:]
     assert found["muon"][2] == pytest.approx(found["adam"][2], rel=0.05), "at AdamW's rate"

@@ -4,63 +4,38 @@ kernels are asynchronous.
 
 from __future__ import annotations
 
+from functools import partial
+from typing import Any
+
 import pytest
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch import Tensor
 
-from megatron.core.distributed.fsdp import (
-    MixedPrecisionPolicy,
-    Placements,
-    fully_shard,
-    fully_shard_context,
-)
+from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDeviceOptimizer
 from megatron.core.optimizer.rule_optimizer import RuleOptimizer
 from megatron.core.optimizer.rules import Muon
-from tests.helpers.ranks import random_delays, rank_device, run_ranks
+from tests.helpers.ranks import random_delays, run_ranks
+from tests.simulated_accelerator.helpers.matrices import groups_of, layers_of, step, values_of
 
 pytestmark = pytest.mark.sim
 
-FP32 = MixedPrecisionPolicy(main_params_dtype=torch.float32, main_grads_dtype=torch.float32)
 
-
-class Layer(nn.Module):
-    """A matrix and a vector, whose gradients are small integers."""
-
-    def __init__(self, num_rows: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(num_rows, 32) * 0.1)
-        self.bias = nn.Parameter(torch.randn(num_rows))
-
-    def forward(self, number: int) -> Tensor:
-        generator = torch.Generator().manual_seed(number)
-        shape = (len(self.bias), 33)
-        own = torch.randint(-8, 9, shape, generator=generator).to(self.weight)
-        return (self.weight * own[:, :32]).sum() + (self.bias * own[:, 32]).sum()
-
-
-def _trained(seed: int) -> list[Tensor]:
-    device = rank_device()
-    torch.manual_seed(0)
-    layers = nn.ModuleList(Layer(num_rows) for num_rows in (9, 64, 31, 48))
-    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
-    with fully_shard_context(device):
-        for layer in layers:
-            fully_shard(layer, mesh, Placements.for_strategy("optim_grads_params"), FP32)
-    groups = [
-        {"params": [layer.weight for layer in layers]},
-        {"params": [layer.bias for layer in layers], "use_muon": False},
-    ]
-    optimizer = RuleOptimizer(groups, Muon(), lr=0.02)
+def _trained(
+    seed: int, fraction: float | None = None, dtype: torch.dtype = torch.float32, **options: Any
+) -> list[Tensor]:
+    """`fraction` and `options`: of an offloaded optimizer."""
+    layers = layers_of("optim_grads_params", dtype)
+    optimizer: RuleOptimizer | HybridDeviceOptimizer
+    if fraction is None:
+        optimizer = RuleOptimizer(groups_of(layers), Muon(), lr=0.02)
+    else:
+        optimizer = HybridDeviceOptimizer(
+            groups_of(layers), fraction, rule=Muon(), lr=0.02, **options
+        )
     with random_delays(seed):
         for number in range(4):
-            for layer in layers:
-                layer(number).backward()
-            optimizer.step(planned=optimizer.plan_step(), grad_scale=0.5)
-            optimizer.zero_grad()
-        found = [parameter.full_tensor().cpu() for parameter in layers.parameters()]
-    return [each.detach() for each in found]
+            step(layers, optimizer, number)
+        return values_of(layers, optimizer)
 
 
 @pytest.mark.parametrize("seed", [1, 2])
@@ -68,3 +43,28 @@ def test_an_accelerator_has_the_bits_of_the_cpu(seed: int) -> None:
     expected = run_ranks(2, _trained, seed)[0]
     for found in run_ranks(2, _trained, seed, device="sim"):
         assert all(map(torch.equal, found, expected))
+
+
+OVERLAPS: tuple[dict[str, bool], ...] = (
+    {"fetch_during_backward": True, "overlap_step_with_forward": True},
+    {"overlap_cpu_optimizer_d2h_h2d": False},
+    {"pin_cpu_grads": False, "pin_cpu_params": False},
+)
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "fraction", "dtype"),
+    [
+        (1, 0.4, torch.bfloat16),
+        (2, 1.0, torch.bfloat16),
+        pytest.param(2, 0.4, torch.float32, marks=pytest.mark.wide),
+        pytest.param(1, 1.0, torch.float32, marks=pytest.mark.wide),
+    ],
+)
+def test_matrices_in_host_memory_have_the_bits_of_the_cpu(num_ranks, fraction, dtype) -> None:
+    expected = run_ranks(num_ranks, _trained, 0, None, dtype)[0]
+    for seed, options in enumerate(OVERLAPS):
+        run = partial(_trained, **options)
+        for found in run_ranks(num_ranks, run, seed, fraction, dtype, device="sim"):
+            assert len(found) == len(expected)
+            assert all(map(torch.equal, found, expected)), options

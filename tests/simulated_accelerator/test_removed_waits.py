@@ -15,12 +15,15 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from megatron.core.lanes import ThreadEvent
+from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDeviceOptimizer
 from megatron.core.optimizer.kernels.piece import HostKernel
+from megatron.core.optimizer.rules import Muon
 from megatron.training.engines import ModuleEngine
 from tests.helpers.ranks import run_ranks
-from tests.simulated_accelerator.helpers import engines
+from tests.simulated_accelerator.helpers import engines, matrices
 from tests.simulated_accelerator.helpers.behaviours import DEFAULT_LAST, LANES_LAST, Behaviour
 from tests.simulated_accelerator.helpers.removed_waits import REMOVALS, recorded_lanes, removed
 from tests.unit_tests.core.optimizer.cpu_offloading.test_early_updates import Trained
@@ -206,6 +209,63 @@ def _early_that_is_undone_soon(_case: str, without: str | None) -> list[float]:
     return [value.double().sum().item() for value in trained.values()]
 
 
+def _rows_that_come_late(lane: str, without: str | None) -> list[float]:
+    """The values after a step of Muon during which a lane is held."""
+    import tests.simulated_accelerator.device as sim
+
+    with recorded_lanes() as lanes:
+        layers, optimizer = _matrices("no_shard")
+    matrices.step(layers, optimizer, 0)
+    optimizer.synchronize()
+    with _without(without), sim.held(lanes[lane]):
+        matrices.step(layers, optimizer, 1)
+        pending = [bucket.pending for bucket in optimizer._sides.host_side.buckets]
+        _until(lambda: all(each.updated.is_done() for each in pending), without)
+    return [value.double().sum().item() for value in matrices.values_of(layers, optimizer)]
+
+
+def _matrices_during_reads(_case: str, without: str | None) -> list[float]:
+    """The states that a reader finds after the next step was queued."""
+    layers, optimizer = _matrices("no_shard")
+    matrices.step(layers, optimizer, 0)
+    optimizer.synchronize()
+    buckets, read = optimizer._sides.host_side.buckets, ThreadEvent()
+    for unit in optimizer.state_units():
+        unit.hold(read)
+    before = buckets[0].main_weight.clone()
+    with _without(without):
+        matrices.step(layers, optimizer, 1)
+        _until(lambda: not torch.equal(before, buckets[0].main_weight), without)
+    found = [bucket.main_weight.double().sum().item() for bucket in buckets]
+    read.finish(None)
+    optimizer.synchronize()
+    return found
+
+
+def _exchanges_that_come_late(_case: str, without: str | None) -> bool:
+    """Whether a step returns before its exchanges have been issued."""
+    layers, optimizer = _matrices("optim_grads_params")
+    may_start = threading.Event()
+    optimizer._sides.host_side.lanes.start.enqueue(lambda: may_start.wait(PATIENCE_MS / 1000))
+    with _without(without):
+        step = threading.Thread(target=matrices.step, args=(layers, optimizer, 0))
+        step.start()
+        _until(lambda: not step.is_alive(), without)
+    found = not step.is_alive()
+    may_start.set()
+    step.join()
+    optimizer.synchronize()
+    return found
+
+
+def _matrices(strategy: str) -> tuple[nn.ModuleList, HybridDeviceOptimizer]:
+    """Layers and their offloaded optimizer, whose steps overlap with the next forward."""
+    layers = matrices.layers_of(strategy, torch.bfloat16)
+    overlaps = {"fetch_during_backward": True, "overlap_step_with_forward": True}
+    groups = matrices.groups_of(layers)
+    return layers, HybridDeviceOptimizer(groups, 1.0, rule=Muon(), lr=0.02, **overlaps)
+
+
 def _without(wait: str | None) -> AbstractContextManager[None]:
     return nullcontext() if wait is None else removed(wait)
 
@@ -270,6 +330,11 @@ HELD = {
     ),
     "of the early update's end for its start": (_early_that_starts_late, ""),
     "of old values for the early update": (_early_that_is_undone_soon, ""),
+    "of matrices for the gradients": (_rows_that_come_late, "optimizer d2h"),
+    "of matrices for readers of states": (_matrices_during_reads, ""),
+    "of rows' way down for their matrices": (_rows_that_come_late, "optimizer matrices"),
+    "of the host for rows": (_rows_that_come_late, "optimizer matrices"),
+    "of the step for exchanges": (_exchanges_that_come_late, ""),
 }
 
 

@@ -279,12 +279,11 @@ class OptimizerConfig:
             self.gpu_optimizer,
         )
 
-        expect(
-            not (self.optimizer_cpu_offload and self.optimizer == "muon"),
-            "--optimizer",
-            "adam, sgd or lion with --optimizer-cpu-offload, which does not support Muon yet",
-            self.optimizer,
-        )
+        # All ranks orthogonalize a matrix in the step: none may update a part of it otherwise.
+        for field in options_of(OptimizerConfig):
+            if field.name in ("optimizer_update_on_device", "optimizer_early_update_gib"):
+                given = getattr(self, field.name)
+                expect(self.optimizer != "muon" or given == 0, field.flag, "0 with muon", given)
 
         # TransformerEngine's, Apex's and torch's have neither our threads nor our dtypes.
         expect(
@@ -398,11 +397,12 @@ class OptimizerConfig:
             )
         if self.optimizer_cpu_offload:
             allowed = UNSCALED_STATE_NAMES
-            is_one = self.optimizer != "adam" or self.exp_avg_dtype == self.exp_avg_sq_dtype
+            has_one = self.optimizer not in ("adam", "muon")
+            is_one = has_one or self.exp_avg_dtype == self.exp_avg_sq_dtype
             expect(
                 is_one and self.exp_avg_dtype in allowed,
                 "--exp-avg-dtype",
-                f"{' or '.join(allowed)}, and for adam the same as --exp-avg-sq-dtype, with "
-                "--optimizer-cpu-offload",
+                f"{' or '.join(allowed)}, and for adam and muon the same as --exp-avg-sq-dtype, "
+                "with --optimizer-cpu-offload",
                 f"{self.exp_avg_dtype} and {self.exp_avg_sq_dtype}",
             )

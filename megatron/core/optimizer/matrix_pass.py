@@ -15,6 +15,10 @@ matrices of the one before it are orthogonalized.
     batch 1           1  ->  2  ->  3
     batch 2                  1  ->  2  ->  3
 
+With states in host memory, the host has phases 1 and 3. Rows go up to the device and come down
+again in the memory of the new compute weights, so that they take no other. The host works on one
+batch while the device orthogonalizes another.
+
 A matrix is copied to new memory before it is orthogonalized, wherever its rows came from, so its
 result has the same bits for any number of ranks. A rank sends each of its rows up to two times in
 bf16: to the owner, and back. So of P elements on N ranks it sends about 4 P / N bytes, if the costs
@@ -29,7 +33,8 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -39,6 +44,7 @@ from megatron.core.distributed.fsdp.parameter_group import group_of
 from megatron.core.distributed.fsdp.uneven_rows import rows_at
 from megatron.core.dtensors import local_tensor
 from megatron.core.issued_collectives import issuing
+from megatron.core.lanes import Event, Lane, ThreadEvent
 from megatron.core.mesh import group_over, ranks_over
 from megatron.core.optimizer.kernels.newton_schulz import MuonStep, orthogonalize
 from megatron.core.optimizer.kernels.piece import Kernel
@@ -51,18 +57,47 @@ _USUAL_BATCHES = 4  # about as many if there is little to exchange, so that they
 _NUM_SLOTS = 3  # batches in flight at a time
 
 
+class _AtOnce:
+    """A lane that is the thread which queues the work, and its current stream."""
+
+    def enqueue(self, work: Callable[[], object], after: Sequence[Event] = ()) -> Event:
+        del after  # done, or issued to that stream before
+        work()
+        return ThreadEvent.done()
+
+    def close(self) -> None:
+        """Nothing is queued."""
+
+
+class DeviceLanes(NamedTuple):
+    """Where the part of a step that is the device's is done.
+
+    Attributes:
+        matrices: sends rows and orthogonalizes matrices.
+        down: copies rows to host memory.
+    """
+
+    matrices: Lane = _AtOnce()
+    down: Lane = _AtOnce()
+
+
 class MatrixStep(NamedTuple):
     """The step of a parameter [rows, columns].
 
     Attributes:
         num_rows: of each of the matrices that are stacked in it.
-        arrays: of the step, as `RuleStates.arrays` returns them.
+        arrays: of the step, as `RuleStates.arrays` returns them; on the parameter's device or in
+            host memory.
+        passage: [rows, columns] bf16 or fp32, with arrays in host memory: takes the rows that go to
+            the device, and those that come back. May be the memory of `grad` and `out`, with
+            elements as large as theirs.
     """
 
     parameter: torch.Tensor
     num_rows: tuple[int, ...]
     scalars: MuonStep
     arrays: Mapping[str, LocalArray]
+    passage: torch.Tensor | None = None
 
 
 class _Route(NamedTuple):
@@ -93,6 +128,7 @@ class MatrixBatch(NamedTuple):
     Attributes:
         scalars: of each parameter.
         buffer: [sum of `route.sent_numels`] bf16: rows to send, and the results that come back.
+        passages: of offloaded parameters, rows in host memory, each with its place in `buffer`.
         update, add: the elementwise phases.
     """
 
@@ -100,8 +136,14 @@ class MatrixBatch(NamedTuple):
     scalars: list[MuonStep]
     route: _Route
     buffer: torch.Tensor
+    passages: list[tuple[torch.Tensor, torch.Tensor]]
     update: PlannedUpdates
     add: PlannedUpdates
+
+    @property
+    def traffic(self) -> int:
+        """Bytes that the elementwise phases read and write."""
+        return sum(piece.traffic for piece in (*self.update.pieces, *self.add.pieces))
 
 
 def check_matrices(parameter: torch.Tensor, num_rows: Sequence[int] | None) -> tuple[int, ...]:
@@ -125,6 +167,18 @@ def check_matrices(parameter: torch.Tensor, num_rows: Sequence[int] | None) -> t
     return found
 
 
+def matrix_rows_of(group: Mapping[str, Any]) -> list[tuple[int, ...]]:
+    """For each parameter of a group of matrices the rows of the matrices in it.
+
+    ValueError for another number of `matrix_rows` than of parameters, and as `check_matrices`.
+    """
+    parameters = group["params"]
+    given = group.get("matrix_rows") or [None] * len(parameters)
+    if len(given) != len(parameters):
+        raise ValueError(f"Expected matrix_rows of {len(parameters)} parameters, got {len(given)}.")
+    return [*map(check_matrices, parameters, given)]
+
+
 class MatrixPass:
     """Plans and carries out steps of matrices. Keeps their routes for the next step."""
 
@@ -142,7 +196,7 @@ class MatrixPass:
         if [*map(_identity, steps)] != [*map(_identity, self._steps)]:
             self._routes = _routes(steps)
             # Without gradients, which would be kept in memory.
-            self._steps = [step._replace(arrays={}) for step in steps]
+            self._steps = [step._replace(arrays={}, passage=None) for step in steps]
 
         # Batches that are not in flight at the same time share memory.
         sizes = [sum(route.sent_numels) for route in self._routes]
@@ -157,32 +211,51 @@ class MatrixPass:
             found.append(_batch(route, own, memory[slot, device][:numel]))
         return found
 
-    def run(
-        self,
+    @staticmethod
+    def stages(
         batches: Sequence[MatrixBatch],
         grad_scale: float,
         kernel: Kernel,
-        prepare: Callable[[MatrixBatch], None],
-    ) -> None:
-        """Carries out all batches. All ranks call it together.
-
-        Args:
-            prepare: called with each batch before its states are touched.
+        lanes: DeviceLanes = DeviceLanes(),  # noqa: B008 (immutable)
+    ) -> list[Callable[[], None]]:
+        """The work on all batches, as functions that are called in order, on all ranks. Stage `n`
+        begins with the states of batch `n`; batch `n` has ended after stage `n + 2`.
         """
         arriving: dict[int, Callable[[], torch.Tensor]] = {}
         returning: dict[int, Callable[[], torch.Tensor]] = {}
-        for number in range(len(batches) + 2):
+        orthogonalized: dict[int, Event] = {}
+
+        def send(number: int) -> None:
+            for rows, place in batches[number].passages:
+                place.copy_(rows, non_blocking=True)
+            arriving[number] = _send(batches[number])
+
+        def orthogonalize_all(number: int) -> None:
+            matrices = arriving.pop(number)()
+            _orthogonalize(batches[number], matrices)
+            returning[number] = _return(batches[number], matrices)
+
+        def bring_down(number: int) -> None:
+            returning[number]()
+            for rows, place in batches[number].passages:
+                rows.copy_(place, non_blocking=True)
+
+        def stage(number: int) -> None:
             if number < len(batches):
-                prepare(batches[number])
                 carry_out(batches[number].update, grad_scale, kernel)
-                arriving[number] = _send(batches[number])
-            if number - 1 in arriving:
-                matrices = arriving.pop(number - 1)()
-                _orthogonalize(batches[number - 1], matrices)
-                returning[number - 1] = _return(batches[number - 1], matrices)
-            if number - 2 in returning:
-                returning.pop(number - 2)()
+                lanes.matrices.enqueue(partial(send, number))
+            if 1 <= number <= len(batches):
+                work = partial(orthogonalize_all, number - 1)
+                orthogonalized[number - 1] = lanes.matrices.enqueue(work)
+            if number >= 2:
+                after = [orthogonalized.pop(number - 2)]
+                down = lanes.down.enqueue(partial(bring_down, number - 2), after)
+                down.synchronize()
+                # Only now: another lane may take the memory that was sent from.
+                del returning[number - 2]
                 carry_out(batches[number - 2].add, 1.0, kernel)
+
+        return [partial(stage, number) for number in range(len(batches) + 2 if batches else 0)]
 
 
 def _identity(step: MatrixStep) -> tuple[int, tuple[int, ...]]:
@@ -207,7 +280,8 @@ def _routes(steps: Sequence[MatrixStep]) -> list[_Route]:
         numbers = {index: (end - 1) // most for index, end in zip(parameters, ends, strict=True)}
         for _, run in itertools.groupby(parameters, key=numbers.__getitem__):
             found.append(_route({index: parameters[index] for index in run}, group, loads))
-    return found
+    # In the order of forward.
+    return sorted(found, key=lambda route: route.steps[0])
 
 
 def _route(
@@ -257,8 +331,8 @@ def _rows_by_place(
 
 
 def _batch(route: _Route, steps: Sequence[MatrixStep], buffer: torch.Tensor) -> MatrixBatch:
-    updates, additions = [], []
-    for segment, travelling in zip(route.sent, _rows_in(buffer, route, route.sent), strict=True):
+    updates, additions, passages = [], [], []
+    for segment, place in zip(route.sent, _rows_in(buffer, route, route.sent), strict=True):
         matrix = route.division.matrices[segment.matrix]
         step, rows = steps[matrix.parameter], route.held[matrix.parameter].rows_at[route.own]
         first = matrix.first_row + segment.first_row - rows.start
@@ -266,12 +340,16 @@ def _batch(route: _Route, steps: Sequence[MatrixStep], buffer: torch.Tensor) -> 
             name: LocalArray(array.tensor.narrow(0, first, segment.num_rows))
             for name, array in step.arrays.items()
         }
+        travelling = place
+        if step.passage is not None:
+            travelling = step.passage.narrow(0, first, segment.num_rows)
+            passages.append((travelling, place))
         inputs = {name: arrays.pop(name) for name in ("grad", "momentum_buffer")}
         updates.append(Update(step.scalars, {**inputs, "weight": LocalArray(travelling)}))
         addition = step.scalars.addition(matrix.num_rows, matrix.num_columns)
         additions.append(Update(addition, {**arrays, "grad": LocalArray(travelling)}))
     parameters, scalars = [step.parameter for step in steps], [step.scalars for step in steps]
-    return MatrixBatch(parameters, scalars, route, buffer, plan(updates), plan(additions))
+    return MatrixBatch(parameters, scalars, route, buffer, passages, plan(updates), plan(additions))
 
 
 def _rows_in(

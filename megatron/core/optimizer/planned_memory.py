@@ -31,7 +31,7 @@ from megatron.core.distributed.units import units_of
 from megatron.core.dtypes import DTYPES
 from megatron.core.host_memory import HostNeed
 from megatron.core.optimizer.config import OptimizerConfig
-from megatron.core.optimizer.cpu_offloading.bucket import padded_numel
+from megatron.core.optimizer.cpu_offloading.bucket import StatePlaces, padded_numel
 from megatron.core.optimizer.cpu_offloading.groups import OffloadGroup
 from megatron.core.optimizer.cpu_offloading.host_layout import BucketShape, HostLayout, HostRules
 from megatron.core.optimizer.cpu_offloading.plan import OffloadPlan
@@ -137,10 +137,11 @@ class _Planner:
         self._settings = settings
         self._config = settings.optimizer
         rule = rule_of(self._config)
-        self._state_dtypes = rule.state_dtypes
+        self._state_dtypes = rule.all_state_dtypes
+        self._has_parts = len(rule.parts) > 1
         # Of each parameter, by id.
-        self._dtypes_of = {
-            id(parameter): rule.part_for({**rule.defaults, **group}).state_dtypes
+        self._rules = {
+            id(parameter): rule.part_for({**rule.defaults, **group})
             for group in parameter_groups(model, self._config)
             for parameter in group["params"]
         }
@@ -175,12 +176,18 @@ class _Planner:
                 self._add(MAIN, group.main_nbytes)
 
         by_parameter: dict[int, GroupPlan] = {}
+        places: dict[int, StatePlaces] = {}  # by id of the group
         for unit, planned in zip(units_of(model), shards.units, strict=True):
             for group in planned.groups:
                 own = [id(unit.module.get_parameter(each.fqns[0])) for each in group.parameters]
                 by_parameter.update(dict.fromkeys(own, group))
-                if group.requires_grad and not group.is_on_host:
+                if not group.requires_grad:
+                    continue
+                if not group.is_on_host:
                     self._add_group_states(group, own, rank)
+                elif self._has_parts:
+                    rules = [self._rules[parameter] for parameter in own]
+                    places[id(group)] = StatePlaces.of(_local_numels(group, rank), rules)
 
         # In the order of the offloaded optimizer's buckets, which decides where gaps are.
         buckets = [
@@ -203,6 +210,7 @@ class _Planner:
                     group.dtype,
                     has_main=True,
                     is_watched=any(sharded_axes(group.placements.optimizer)),
+                    state_numels=places[id(group)].numels if self._has_parts else None,
                 )
                 for group in buckets
             ]
@@ -216,7 +224,7 @@ class _Planner:
         """
         numels = _local_numels(group, rank)
         for name, dtype in self._all_dtypes(parameters).items():
-            having = [name in self._dtypes_of[own] for own in parameters]
+            having = [name in self._rules[own].state_dtypes for own in parameters]
             numel = sum(itertools.compress(numels, having))
             # States of a rule that all parameters have are padded like the group's own buffers.
             if self._config.has_rule and all(having):
@@ -240,7 +248,7 @@ class _Planner:
             self._add(GRADIENTS, share.numel * itemsize)
             if id(parameter) in on_host:
                 continue
-            for name, dtype in self._dtypes_of[id(parameter)].items():
+            for name, dtype in self._rules[id(parameter)].state_dtypes.items():
                 self._add_state(name, share.numel, dtype, parameter.dtype)
             # With an offloaded optimizer, 16-bit parameters have separate fp32 main weights.
             is_narrow = itemsize < torch.float32.itemsize
@@ -249,9 +257,13 @@ class _Planner:
 
         # Every array is whole cache lines, so it does not matter which tensors share a bucket.
         numels: dict[torch.dtype, int] = {}
+        states: dict[torch.dtype, dict[str, int]] = {}
         for parameter in (p for group in offloaded for p in group.parameters):
-            numel = padded_numel(self._share(parameter, rank).numel)
-            numels[parameter.dtype] = numels.get(parameter.dtype, 0) + numel
+            numel, dtype = padded_numel(self._share(parameter, rank).numel), parameter.dtype
+            numels[dtype] = numels.get(dtype, 0) + numel
+            own = states.setdefault(dtype, {})
+            for name in self._rules[id(parameter)].state_dtypes:
+                own[name] = own.get(name, 0) + numel
         self._add_buckets(
             [
                 BucketShape(
@@ -260,6 +272,7 @@ class _Planner:
                     dtype,
                     dtype,
                     has_main=False,
+                    state_numels=states[dtype],
                 )
                 for dtype, numel in numels.items()
             ]
@@ -300,7 +313,7 @@ class _Planner:
         """The dtypes of all states that some of these parameters have."""
         found: dict[str, torch.dtype] = {}
         for own in parameters:
-            found |= self._dtypes_of[own]
+            found |= self._rules[own].state_dtypes
         return found
 
     def _add_state(

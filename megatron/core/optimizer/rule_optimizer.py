@@ -12,7 +12,7 @@ the values of scaled ones in fp32.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -31,7 +31,7 @@ from megatron.core.optimizer.matrix_pass import (
     MatrixBatch,
     MatrixPass,
     MatrixStep,
-    check_matrices,
+    matrix_rows_of,
 )
 from megatron.core.optimizer.planning_optimizer import PlanningOptimizer
 from megatron.core.optimizer.rule_states import (
@@ -161,7 +161,7 @@ class RuleOptimizer(PlanningOptimizer):
             _check_dtypes(group["params"])
             self.rule.scalars(group, 1)
             if self.rule.part_for(group).takes_matrices:
-                _matrix_rows(group)
+                matrix_rows_of(group)
             self._states.divide_rule(self.param_groups)
         except (ValueError, NotImplementedError):
             self.param_groups.pop()
@@ -330,7 +330,11 @@ class RuleOptimizer(PlanningOptimizer):
             carry_out(batch.updates, grad_scale, partial(self._run, batch.rule))
         if planned.matrices:
             kernel = partial(self._run, self.rule)
-            self._matrix_pass.run(planned.matrices, grad_scale, kernel, self._prepare)
+            stages = self._matrix_pass.stages(planned.matrices, grad_scale, kernel)
+            for number, stage in enumerate(stages):
+                if number < len(planned.matrices):
+                    self._prepare(planned.matrices[number])
+                stage()
 
         # After the kernels, which may fail: such a step does not count.
         for each in planned.parameters:
@@ -459,7 +463,7 @@ class RuleOptimizer(PlanningOptimizer):
         for group_number, group in enumerate(self.param_groups):
             scalars: dict[int, Hashable] = {}
             rule = self.rule.part_for(group)
-            matrix_rows = _matrix_rows(group) if rule.takes_matrices else None
+            matrix_rows = matrix_rows_of(group) if rule.takes_matrices else None
             for index, parameter in enumerate(group["params"]):
                 place = f"parameter {index} of group {group_number}"
                 gradient = gradient_of(parameter, self.use_decoupled_grad)
@@ -533,12 +537,3 @@ def _check_dtypes(parameters: Iterable[torch.Tensor]) -> None:
                 f"Expected parameters of {', '.join(map(str, FLOAT_DTYPES))}, got "
                 f"{parameter.dtype} at {index}."
             )
-
-
-def _matrix_rows(group: Mapping[str, Any]) -> list[tuple[int, ...]]:
-    """For each parameter of a group of matrices the rows of the matrices in it."""
-    parameters = group["params"]
-    given = group.get("matrix_rows") or [None] * len(parameters)
-    if len(given) != len(parameters):
-        raise ValueError(f"Expected matrix_rows of {len(parameters)} parameters, got {len(given)}.")
-    return [*map(check_matrices, parameters, given)]

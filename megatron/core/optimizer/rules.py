@@ -74,6 +74,16 @@ class UpdateRule(ABC):
     def state_dtypes(self) -> dict[str, torch.dtype]: ...
 
     @property
+    def parts(self) -> tuple[UpdateRule, ...]:
+        """The rules that `part_for` returns."""
+        return (self,)
+
+    @property
+    def all_state_dtypes(self) -> dict[str, torch.dtype]:
+        """Dtypes of the states of all parts."""
+        return {name: dtype for part in self.parts for name, dtype in part.state_dtypes.items()}
+
+    @property
     @abstractmethod
     def defaults(self) -> dict[str, Any]: ...
 
@@ -124,11 +134,13 @@ class UpdateRule(ABC):
 
     def check_on_host(self) -> None:
         """ValueError for dtypes of states that the host's flat arrays cannot have."""
-        dtypes = tuple(self.state_dtypes.values())
-        if len(set(dtypes)) > 1 or not set(dtypes) <= {*UNSCALED_STATE_DTYPES}:
-            raise ValueError(
-                f"Expected all states in one of {UNSCALED_STATE_DTYPES} on the host, got {dtypes}."
-            )
+        for part in self.parts:
+            dtypes = tuple(part.state_dtypes.values())
+            if len(set(dtypes)) > 1 or not set(dtypes) <= {*UNSCALED_STATE_DTYPES}:
+                raise ValueError(
+                    f"Expected all states of {part.name} in one of {UNSCALED_STATE_DTYPES} on the "
+                    f"host, got {dtypes}."
+                )
 
 
 def _fp8(dtype: torch.dtype) -> torch.dtype:
@@ -375,6 +387,10 @@ class Muon(ElementwiseRule):
         return {"momentum_buffer": self.momentum_buffer_dtype}
 
     @property
+    def parts(self) -> tuple[UpdateRule, ...]:
+        return self, self.scalar
+
+    @property
     def defaults(self) -> dict[str, Any]:
         return {
             "lr": 1e-3,
@@ -400,12 +416,6 @@ class Muon(ElementwiseRule):
             check_unset(options, "Muon", ("adjust_lr_fn", "ns_coefficients"))
             return MuonStep.of(options)
         return self.scalar.scalars({**options, "eps": options["adam_eps"]}, step)
-
-    def check_on_host(self) -> None:
-        raise NotImplementedError(
-            "Muon's states cannot be in host memory yet: its matrices are orthogonalized by "
-            "RuleOptimizer only."
-        )
 
     @staticmethod
     def update(

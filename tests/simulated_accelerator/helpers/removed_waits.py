@@ -24,16 +24,18 @@ from megatron.core.optimizer.cpu_offloading.bucket import FsdpBucket
 from megatron.core.optimizer.cpu_offloading.early_updates import EarlyUpdate, EarlyUpdates
 from megatron.core.optimizer.cpu_offloading.host_side import HostSide
 from megatron.core.optimizer.cpu_offloading.streamed_pass import StreamedPass
+from megatron.core.optimizer.matrix_pass import MatrixPass
 
 
 class Removal(NamedTuple):
     """A wait of a method: patterns that are in its source, and their replacements
-    without it.
+    without it. `also`: another wait without which it matters.
     """
 
     owner: type
     method: str
     edits: dict[str, str]
+    also: Removal | None = None
 
 
 REMOVALS = {
@@ -70,7 +72,7 @@ REMOVALS = {
         FsdpBucket, "fetch_during_backward", {r", \[reduced\]\)": ", [])"}
     ),
     "of the host for the gradients": Removal(
-        HostSide, "_begin", {r"after=\[fetched, \*reads, ": "after=[*reads, "}
+        HostSide, "_begin", {r"after=\[fetched, \*free\]": "after=free"}
     ),
     "of the states' way up for their slot": Removal(
         StreamedPass, "_issue_chunk", {r"\[self\._free\[number\]\]": "[]"}
@@ -85,7 +87,7 @@ REMOVALS = {
         StreamedPass, "_issue_chunk", {r"\[is_updated\]": "[]"}
     ),
     "of the host's update for the states' way down": Removal(
-        HostSide, "_begin", {r", \*bucket\.updates\(\)\]": "]"}
+        HostSide, "_fetch", {r"\[\*reads, \*bucket\.updates\(\)\]": "reads"}
     ),
     "of the early update for the gradients": Removal(
         HostSide, "begin_early", {r"\[fetched, ": "["}
@@ -107,10 +109,25 @@ REMOVALS = {
     "of the weights' way up for the computation": Removal(
         HostSide,
         "_begin",
-        {
-            r"h2d\.enqueue\(send, after=\[now\]\)": "h2d.enqueue(send)",
-            r"\[now\] if bucket\.is_delivered else \[now, \*reads\]": "list(reads)",
-        },
+        {r"h2d\.enqueue\(send, after=\[now\]\)": "h2d.enqueue(send)"},
+        Removal(
+            HostSide,
+            "_fetch",
+            {r"\[now\] if bucket\.is_delivered else \[now, \*reads\]": "list(reads)"},
+        ),
+    ),
+    "of matrices for the gradients": Removal(
+        HostSide, "_begin_matrices", {r"\(each\.fetched, \*each\.free\)": "each.free"}
+    ),
+    "of matrices for readers of states": Removal(
+        HostSide, "_begin_matrices", {r"\(each\.fetched, \*each\.free\)": "[each.fetched]"}
+    ),
+    "of rows' way down for their matrices": Removal(
+        MatrixPass, "stages", {r"\[orthogonalized\.pop\(number - 2\)\]": "[]"}
+    ),
+    "of the host for rows": Removal(MatrixPass, "stages", {r"down\.synchronize\(\)": "pass"}),
+    "of the step for exchanges": Removal(
+        HostSide, "_begin_matrices", {r"ended\.synchronize\(\)": "pass"}
     ),
 }
 
@@ -120,13 +137,15 @@ def removed(name: str) -> Iterator[None]:
     """While open, the wait with this name is not there. AssertionError if it is no longer where it
     was.
     """
-    removal = REMOVALS[name]
-    own = vars(removal.owner)[removal.method]
-    setattr(removal.owner, removal.method, _edited(own, removal))
+    removals = [each for each in (REMOVALS[name], REMOVALS[name].also) if each is not None]
+    own = [vars(each.owner)[each.method] for each in removals]
+    for each, function in zip(removals, own, strict=True):
+        setattr(each.owner, each.method, _edited(function, each))
     try:
         yield
     finally:
-        setattr(removal.owner, removal.method, own)
+        for each, function in zip(removals, own, strict=True):
+            setattr(each.owner, each.method, function)
 
 
 @contextmanager

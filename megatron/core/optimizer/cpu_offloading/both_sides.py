@@ -171,7 +171,7 @@ class BothSides:
         on_host = [group for index, group in enumerate(new) if plan.is_on_host(index)]
         on_device = [group for index, group in enumerate(new) if not plan.is_on_host(index)]
         check_on_device(on_device)
-        buckets = buckets_of(on_host, self._settings)
+        buckets = buckets_of(on_host, self._settings, options_of(optimizer.param_groups))
         early_nbytes = self._settings.early_update_bytes - self.host_side.early_nbytes
         allocator = HostAllocator(self.device, buckets, self._settings, early_nbytes)
         mesh = mesh_of(new)

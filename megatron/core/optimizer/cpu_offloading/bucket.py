@@ -32,6 +32,8 @@ from megatron.core.lane_timings import D2H, Recorder, StepRecorder
 from megatron.core.lanes import Awaited, Event, IssuingLane, Lane, RelayedEvent
 from megatron.core.optimizer.cpu_offloading.early_updates import EarlyUpdate
 from megatron.core.optimizer.kernels.piece import Piece
+from megatron.core.optimizer.matrix_pass import MatrixStep
+from megatron.core.optimizer.rules import UpdateRule
 from megatron.core.optimizer.state_tensors import MASTER, TensorWrites, is_rounding, like
 
 
@@ -45,6 +47,33 @@ class Slot(NamedTuple):
     def of(self, flat: torch.Tensor) -> torch.Tensor:
         """The parameter's part of one of the bucket's arrays."""
         return flat.narrow(0, self.offset, self.numel)
+
+
+class StatePlaces(NamedTuple):
+    """Where the states of slots are, if a rule has parts with different ones: matrices of Muon have
+    a momentum, other parameters the moments of Adam. The array of a state has room only for the
+    slots that have it.
+
+    Attributes:
+        rules: the part that updates each slot.
+        offsets: elements, of each slot in the arrays of its states.
+        numels: elements of the array of each state, padding included.
+    """
+
+    rules: Sequence[UpdateRule]
+    offsets: list[int]
+    numels: dict[str, int]
+
+    @classmethod
+    def of(cls, numels: Sequence[int], rules: Sequence[UpdateRule]) -> StatePlaces:
+        """The places of slots of so many elements, one after the other."""
+        offsets, ends = [], dict[UpdateRule, int]()
+        for numel, rule in zip(numels, rules, strict=True):
+            offsets.append(ends.get(rule, 0))
+            ends[rule] = offsets[-1] + padded_numel(numel)
+        return cls(
+            rules, offsets, {n: end for rule, end in ends.items() for n in rule.state_dtypes}
+        )
 
 
 class Pending(NamedTuple):
@@ -72,6 +101,7 @@ class BucketStep(NamedTuple):
     start: Callable[[float], Callable[[], None]]
     pieces: Sequence[Piece] = ()  # of a rule's work; none of other optimizers
     nbytes: int = 0  # that the work reads and writes; 0: not known
+    matrices: Sequence[MatrixStep] = ()  # which are stepped before the pieces
 
 
 class Bucket(ABC):
@@ -92,6 +122,7 @@ class Bucket(ABC):
             updated early.
         early: an update that is not final yet; see early_updates.py.
         pending: the last update; None before the first step.
+        state_places: where the rule's states are; None: each has the layout of the bucket.
         reads: events after which readers on other threads have read states and main weights. The
             next update waits for these.
     """
@@ -99,6 +130,7 @@ class Bucket(ABC):
     is_delivered: ClassVar[bool]
     is_streamed = False
     is_watched = False
+    state_places: StatePlaces | None = None
 
     main_weight: torch.Tensor
     grad: torch.Tensor

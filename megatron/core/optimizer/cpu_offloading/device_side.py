@@ -60,7 +60,9 @@ class DeviceSide(ABC):
         if self.optimizer is None:
             self._make(param_groups, set(added))
         else:
-            self.optimizer.add_param_group({"params": added})
+            for group in _part_of(param_groups, set(added), self.optimizer.defaults):
+                if group["params"]:
+                    self.optimizer.add_param_group(group)
         self._own.update(added)
         self.regroup(param_groups)
         self._complete()
@@ -252,8 +254,13 @@ def _part_of(
 
     Groups without a parameter on that side stay: both sides' groups are matched by place.
     """
-    return [
-        {name: value for name, value in group.items() if name in known}
-        | {"params": [parameter for parameter in group["params"] if parameter in own]}
-        for group in param_groups
-    ]
+    found = []
+    for group in param_groups:
+        part = {name: value for name, value in group.items() if name in known}
+        part["params"] = [parameter for parameter in group["params"] if parameter in own]
+        # One entry for each parameter: those of the other side go, too.
+        if group.get("matrix_rows"):
+            pairs = zip(group["params"], group["matrix_rows"], strict=True)
+            part["matrix_rows"] = [rows for parameter, rows in pairs if parameter in own]
+        found.append(part)
+    return found

@@ -18,7 +18,10 @@ from torch import nn
 
 from megatron.core.dtensors import local_tensor
 from megatron.core.optimizer.cpu_offloading.bucket import Bucket, BucketStep, Slot
+from megatron.core.optimizer.kernels.newton_schulz import MuonStep
 from megatron.core.optimizer.kernels.piece import HostKernel, Piece, merged
+from megatron.core.optimizer.matrix_pass import MatrixStep
+from megatron.core.optimizer.rule_states import LocalArray
 from megatron.core.optimizer.rules import UpdateRule
 from megatron.core.optimizer.state_tensors import MASTER, STEP, like
 from megatron.core.optimizer.state_units import StateUnit
@@ -34,6 +37,7 @@ class Stepped(NamedTuple):
     slot: Slot
     gradient: torch.Tensor
     options: Options
+    matrix_rows: tuple[int, ...] = ()  # of the matrices in it; empty where the rule takes none
 
 
 class Executor(ABC):
@@ -100,7 +104,12 @@ class RuleExecutor(Executor):
         rule: UpdateRule,
         kernel: HostKernel,
     ) -> None:
-        """`states`: the memory of the rule's states, by name, with the layout of the bucket."""
+        """
+        Args:
+            states: the memory of the rule's states, by name, with the layout of the bucket or
+                `bucket.state_places`.
+            kernel: of the rule's part that takes no matrices.
+        """
         super().__init__(bucket)
         self._rule = rule
         self._kernel = kernel
@@ -120,7 +129,18 @@ class RuleExecutor(Executor):
             self._rule.scalars(each.options, number)
             for each, number in zip(stepped, numbers, strict=True)
         ]
-        pieces = self._planned_pieces([each.number for each in stepped], scalars)
+        flat, matrices = [], []
+        for each, own in zip(stepped, scalars, strict=True):
+            if self._rule_of(each.number) != self._rule.part_for(each.options):
+                raise ValueError(
+                    f"Expected use_muon as it was when the states of {self.bucket.name} were "
+                    f"allocated, got {each.options['use_muon']}."
+                )
+            if isinstance(own, MuonStep):
+                matrices.append(self._matrix_step(each, own))
+            else:
+                flat.append((each.number, own))
+        pieces = self._planned_pieces([slot for slot, _ in flat], [own for _, own in flat])
 
         def begin() -> None:
             for counter, number in zip(counters, numbers, strict=True):
@@ -129,7 +149,7 @@ class RuleExecutor(Executor):
         gradients = [(each.slot, each.gradient) for each in stepped]
         start = partial(self._kernel.submit, pieces)
         nbytes = sum(piece.traffic for piece in pieces)
-        return BucketStep(self.bucket, gradients, begin, start, pieces, nbytes)
+        return BucketStep(self.bucket, gradients, begin, start, pieces, nbytes, matrices)
 
     def _planned_pieces(self, slots: Sequence[int], scalars: Sequence[Hashable]) -> list[Piece]:
         """The pieces of some slots with the scalars of each."""
@@ -138,9 +158,7 @@ class RuleExecutor(Executor):
         kinds = [firsts.setdefault(own, index) for index, own in enumerate(scalars)]
         if self._pieces_of != (slots, kinds):
             pairs = zip(slots, kinds, strict=True)
-            self._pieces = merged(
-                self._piece(self.bucket.slots[slot], kind) for slot, kind in pairs
-            )
+            self._pieces = merged(self._piece(slot, kind) for slot, kind in pairs)
             self._pieces_of = (slots, kinds)
         return [piece._replace(step=scalars[piece.step]) for piece in self._pieces]
 
@@ -168,19 +186,43 @@ class RuleExecutor(Executor):
             self._view = BucketView(self.main_parameters(), states)
         return self._view
 
-    def _piece(self, slot: Slot, step: Hashable) -> Piece:
+    def _rule_of(self, index: int) -> UpdateRule:
+        places = self.bucket.state_places
+        return self._rule if places is None else places.rules[index]
+
+    def _states_of(self, index: int) -> dict[str, torch.Tensor]:
+        """A slot's parts of the arrays of its states."""
+        slot, places = self.bucket.slots[index], self.bucket.state_places
+        if places is not None:
+            slot = slot._replace(offset=places.offsets[index])
+        return {name: slot.of(self._arrays[name]) for name in self._rule_of(index).state_dtypes}
+
+    def _piece(self, index: int, step: Hashable) -> Piece:
+        slot = self.bucket.slots[index]
         return Piece(
             step,
             slot.of(self.bucket.grad),
             slot.of(self.bucket.main_weight),
-            {name: slot.of(array) for name, array in self._arrays.items()},
+            self._states_of(index),
             out=slot.of(self.bucket.weight),
         )
 
+    def _matrix_step(self, stepped: Stepped, step: MuonStep) -> MatrixStep:
+        piece = self._piece(stepped.number, step)
+        shape = local_tensor(stepped.slot.parameter).shape
+        arrays = {name: LocalArray(flat.view(shape)) for name, flat in piece.arrays().items()}
+        # New compute weights come last. Element by element, rows may be written over the gradients
+        # that they came from, and weights over the rows.
+        passage = arrays["out"].tensor
+        if passage.dtype.itemsize == torch.bfloat16.itemsize:
+            passage = passage.view(torch.bfloat16)
+        return MatrixStep(stepped.slot.parameter, stepped.matrix_rows, step, arrays, passage)
+
     def _make_states(self, index: int) -> dict[str, torch.Tensor]:
         states = {STEP: torch.zeros((), dtype=torch.float32)}
-        for name, array in self._arrays.items():
-            states[name] = self.bucket.as_state(array, index)
+        parameter = self.bucket.slots[index].parameter
+        for name, flat in self._states_of(index).items():
+            states[name] = like(parameter, flat.view(local_tensor(parameter).shape))
         return states | self.bucket.master(index)
 
 

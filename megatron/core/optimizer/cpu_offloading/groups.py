@@ -18,7 +18,12 @@ from megatron.core.device import Device
 from megatron.core.distributed.fsdp.parameter_group import FsdpParameterGroup, group_of
 from megatron.core.dtensors import local_tensor
 from megatron.core.dtypes import FLOAT_DTYPES
-from megatron.core.optimizer.cpu_offloading.bucket import Bucket, FsdpBucket, TensorBucket
+from megatron.core.optimizer.cpu_offloading.bucket import (
+    Bucket,
+    FsdpBucket,
+    StatePlaces,
+    TensorBucket,
+)
 from megatron.core.optimizer.cpu_offloading.hybrid_settings import HybridSettings
 from megatron.core.optimizer.cpu_offloading.plan import OffloadPlan
 
@@ -134,8 +139,15 @@ def check_on_device(groups: Iterable[OffloadGroup]) -> None:
             )
 
 
-def buckets_of(groups: Sequence[OffloadGroup], settings: HybridSettings) -> list[Bucket]:
+def buckets_of(
+    groups: Sequence[OffloadGroup],
+    settings: HybridSettings,
+    options: Mapping[nn.Parameter, Mapping[str, Any]],
+) -> list[Bucket]:
     """One for each FSDP group; other tensors of one dtype that follow each other share some.
+
+    Args:
+        options: each parameter's group.
 
     Raises:
         ValueError: for dtypes that a rule does not take, if the host carries out one.
@@ -165,7 +177,14 @@ def buckets_of(groups: Sequence[OffloadGroup], settings: HybridSettings) -> list
             buckets.append(FsdpBucket(fsdp_group, own))
     end_run()
 
-    for bucket in buckets if settings.host.rule is not None else ():
+    rule = settings.host.rule
+    if rule is None:
+        return buckets
+    for bucket in buckets:
+        if len(rule.parts) > 1:
+            numels = [slot.numel for slot in bucket.slots]
+            rules = [rule.part_for(options[slot.parameter]) for slot in bucket.slots]
+            bucket.state_places = StatePlaces.of(numels, rules)
         for dtype in (bucket.main_dtype, bucket.grad_dtype, bucket.weight_dtype):
             if dtype not in FLOAT_DTYPES:
                 raise ValueError(

@@ -39,6 +39,7 @@ class BucketShape(NamedTuple):
         has_main: whether its main weights are in host memory already, in as many elements.
         main_numel: elements of the array of main weights otherwise; None: as of the others.
         is_watched: see `Bucket`: only then it may be updated early.
+        state_numels: elements of each state; None: `numel` of every one.
     """
 
     numel: int
@@ -48,6 +49,11 @@ class BucketShape(NamedTuple):
     has_main: bool
     main_numel: int | None = None
     is_watched: bool = False
+    state_numels: Mapping[str, int] | None = None
+
+    def state_numel(self, name: str) -> int:
+        """Elements of a state of the rule."""
+        return self.numel if self.state_numels is None else self.state_numels.get(name, 0)
 
 
 class HostRules(NamedTuple):
@@ -116,7 +122,7 @@ class HostLayout:
         ]
         self._add("main weights", "main weights", mains)
         for name, dtype in (rules.state_dtypes or {}).items():
-            self._add(name, "states", [(i, b.numel, dtype) for i, b in numbered])
+            self._add(name, "states", [(i, b.state_numel(name), dtype) for i, b in numbered])
 
         self._add("gradients", "gradients", [(i, b.numel, b.grad_dtype) for i, b in numbered])
         if rules.state_dtypes is None:
@@ -237,13 +243,14 @@ class HostAllocator:
                 has_main=id(bucket) in self._own,
                 main_numel=bucket.main_numel,
                 is_watched=bucket.is_watched,
+                state_numels=None if bucket.state_places is None else bucket.state_places.numels,
             )
             for bucket in buckets
         ]
         self._layout = HostLayout(
             shapes,
             HostRules(
-                None if settings.host.rule is None else settings.host.rule.state_dtypes,
+                None if settings.host.rule is None else settings.host.rule.all_state_dtypes,
                 settings.pins_grads,
                 settings.pins_params,
                 # States of other buckets never travel.

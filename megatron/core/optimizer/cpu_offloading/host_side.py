@@ -46,6 +46,12 @@ from megatron.core.optimizer.cpu_offloading.streamed_pass import (
 from megatron.core.optimizer.cpu_offloading.update_split import SplitChooser, interleaved
 from megatron.core.optimizer.kernels.host_threads import host_threads
 from megatron.core.optimizer.kernels.piece import HostKernel, Kernel, Piece
+from megatron.core.optimizer.matrix_pass import (
+    DeviceLanes,
+    MatrixBatch,
+    MatrixPass,
+    matrix_rows_of,
+)
 from megatron.core.optimizer.rules import UpdateRule
 from megatron.core.optimizer.state_units import StateUnit
 from megatron.core.optimizer.step_inputs import IDENTITIES, gradient_of
@@ -56,25 +62,52 @@ logger = logging.getLogger(__name__)
 class Lanes(NamedTuple):
     """Gradients down, updates, weights up. Updates have two: one starts them and one waits for each
     and sends its weights up, so that the host's threads have the next bucket when they need it.
+    Matrices are orthogonalized on another one.
     """
 
     d2h: Lane
     start: Lane
     host: Lane
     h2d: Lane
+    matrices: Lane
 
     @classmethod
     def make(cls, device: Device, overlaps: bool, pins_grads: bool) -> Lanes:
         """The lanes of one optimizer; without overlap, one that works in the calling thread."""
         if not overlaps:
             inline = InlineLane(device)
-            return cls(inline, inline, inline, inline)
+            return cls(inline, inline, inline, inline, inline)
 
         d2h: Lane = device.lane("optimizer d2h")
         if device.pins_host_memory and not pins_grads:
             d2h = IssuingLane(device.host_lane("optimizer d2h issue"), d2h)
         start, host = (device.host_lane(f"optimizer host{end}") for end in (" start", ""))
-        return cls(d2h, start, host, device.lane("optimizer h2d"))
+        return cls(d2h, start, host, *map(device.lane, ("optimizer h2d", "optimizer matrices")))
+
+
+class HostStep(NamedTuple):
+    """A step of all buckets, but for the factor of the gradients.
+
+    Attributes:
+        matrices: the batches of matrices of all buckets, in the order of all ranks.
+    """
+
+    steps: list[BucketStep]
+    matrices: list[MatrixBatch]
+
+
+class _Begun(NamedTuple):
+    """A bucket whose gradients are being fetched for a step.
+
+    Attributes:
+        fetched: after which they are there.
+        free: after which states and main weights may be written to, besides.
+        early: its early update, if any.
+    """
+
+    fetched: Event
+    free: list[Event]
+    early: EarlyUpdate | None
 
 
 class HostSide:
@@ -103,7 +136,10 @@ class HostSide:
         self.early_nbytes = 0
         self._device = device
         self._settings = settings
-        self._kernel: HostKernel | None = None
+        self._kernel: HostKernel | None = None  # of the rule's part that takes no matrices
+        self._matrix_kernel: HostKernel | None = None
+        self._matrix_pass = MatrixPass()
+        self._matrix_rows: Mapping[nn.Parameter, tuple[int, ...]] = {}
         self._places: dict[int, tuple[Executor, int]] = {}
         self._streamed: StreamedPass | None = None
         self._early: EarlyUpdates | None = None
@@ -127,8 +163,14 @@ class HostSide:
             HostMemoryError, PinError: see `HostAllocator.allocate`.
         """
         if self.rule is not None and buckets and self._kernel is None:
-            self._kernel = _host_kernel(self.rule, self._device, self._settings)
+            for part in self.rule.parts:
+                kernel = _host_kernel(part, self._device, self._settings)
+                if part.takes_matrices:
+                    self._matrix_kernel = kernel
+                else:
+                    self._kernel = kernel
             if self._settings.early_update_bytes:
+                assert self._kernel is not None, "every rule has such a part"
                 self._early = EarlyUpdates(self.lanes.start, self.lanes.host, self._kernel)
         allocator.allocate()
         added = []
@@ -205,8 +247,8 @@ class HostSide:
         """The executor of a bucket that has its memory."""
         rule, kernel, updater = self.rule, self._kernel, self._settings.host
         if rule is not None and kernel is not None:
-            states = allocator.states(bucket, rule.state_dtypes)
-            bucket.undo = allocator.undo(bucket, rule.state_dtypes)
+            states = allocator.states(bucket, rule.all_state_dtypes)
+            bucket.undo = allocator.undo(bucket, rule.all_state_dtypes)
             return RuleExecutor(bucket, states, rule, kernel)
         return TorchExecutor(bucket, updater.cls, updater.options, allocator.widened())
 
@@ -225,17 +267,32 @@ class HostSide:
         self,
         gradients: Mapping[nn.Parameter, torch.Tensor | None],
         options: Mapping[nn.Parameter, Options],
-    ) -> list[BucketStep]:
+    ) -> HostStep:
         """Plans the buckets that have a gradient. Both mappings hold all parameters."""
         self._options = options
+        if self.rule is not None and self.rule.takes_matrices:
+            groups = {id(group): group for group in options.values() if group["use_muon"]}
+            self._matrix_rows = {
+                parameter: rows
+                for group in groups.values()
+                for parameter, rows in zip(group["params"], matrix_rows_of(group), strict=True)
+            }
         planned = [self._plan(executor, gradients) for executor in self.executors]
-        return [step for step in planned if step is not None]
+        steps = [step for step in planned if step is not None]
+        matrices = [matrix for step in steps for matrix in step.matrices]
+        return HostStep(steps, self._matrix_pass.plan(matrices))
 
     def _plan(
         self, executor: Executor, gradients: Mapping[nn.Parameter, torch.Tensor | None]
     ) -> BucketStep | None:
         stepped = [
-            Stepped(index, slot, gradient, self._options[slot.parameter])
+            Stepped(
+                index,
+                slot,
+                gradient,
+                self._options[slot.parameter],
+                self._matrix_rows.get(slot.parameter, ()),
+            )
             for index, slot in enumerate(executor.bucket.slots)
             if (gradient := gradients.get(slot.parameter)) is not None
         ]
@@ -265,7 +322,7 @@ class HostSide:
             after = [fetched, *bucket.reads, *bucket.updates()]
             bucket.early = early.queue(pieces, after, self.timings.coming, bucket.name)
 
-    def step(self, planned: Sequence[BucketStep], grad_scale: float, now: Event) -> None:
+    def step(self, planned: HostStep, grad_scale: float, now: Event) -> None:
         """Queues the planned steps, and waits for as much of them as the caller needs.
 
         Args:
@@ -273,10 +330,14 @@ class HostSide:
         """
         timings = self.timings.begin()
         fetched = []
-        for step in planned:
+        if planned.matrices:
+            fetched = self._begin_matrices(planned, grad_scale, now, timings)
+        for step in planned.steps if not planned.matrices else ():
             pieces = step.bucket.on_device(step) if step.bucket.is_streamed else None
             if pieces is None:
-                fetched.append(self._begin(step, grad_scale, now, timings))
+                begun = self._fetch(step, now, timings)
+                self._begin(step, grad_scale, now, timings, begun)
+                fetched.append(begun.fetched)
             else:
                 self._begin_streamed(step, pieces, grad_scale, now, timings)
         if self._early is not None:
@@ -303,20 +364,81 @@ class HostSide:
                 self._streamed.close()
                 self._streamed = None
 
-    def _begin(
-        self, step: BucketStep, grad_scale: float, now: Event, timings: StepRecorder
-    ) -> Event:
-        """Queues a bucket's step. Returns the event after which its gradients have been read."""
-        bucket, h2d = step.bucket, self.lanes.h2d
+    def _fetch(self, step: BucketStep, now: Event, timings: StepRecorder) -> _Begun:
+        """Queues the copy of a bucket's gradients."""
+        bucket = step.bucket
         slots = [slot for slot, _ in step.gradients]
         early = bucket.take_early()
-        is_final = early is not None and early.is_final(step.pieces, grad_scale)
 
         def fetch() -> None:
             bucket.keep_main_weight(slots)
             if early is not None and not bucket.is_fetched(step.gradients):
                 early.expire()
             bucket.fetch(step.gradients)
+
+        step.begin()
+        reads = bucket.take_reads()
+        free = [*reads, *bucket.updates()]
+        # Main weights that are copies may be taken over from the parameters first, and so must not
+        # be read meanwhile.
+        before_fetch = [now] if bucket.is_delivered else [now, *reads]
+        # Gradients that were fetched during the backward are not fetched again.
+        is_fetched = self._settings.overlap.in_backward and bucket.is_delivered
+        nbytes = 0 if is_fetched else bucket.grad.nbytes
+        fetch_timed = timings.timed(D2H, fetch, nbytes, bucket.name)
+        fetched = bucket.queue_fetch(self.lanes.d2h, fetch_timed, before_fetch)
+        return _Begun(fetched, free, early)
+
+    def _begin_matrices(
+        self, planned: HostStep, grad_scale: float, now: Event, timings: StepRecorder
+    ) -> list[Event]:
+        """Queues the steps of buckets, some of which have matrices. Returns the events after which
+        their gradients have been fetched.
+        """
+        assert self._matrix_kernel is not None, "made with the first bucket"
+        begun = {id(step.bucket): self._fetch(step, now, timings) for step in planned.steps}
+
+        # The buckets of each batch, and the last batch that has matrices of a bucket.
+        batches = [{id(self._bucket_of(each)) for each in b.parameters} for b in planned.matrices]
+        last = {key: number for number, keys in enumerate(batches) for key in keys}
+        lanes = DeviceLanes(self.lanes.matrices, self.lanes.d2h)
+        stages = self._matrix_pass.stages(planned.matrices, grad_scale, self._matrix_kernel, lanes)
+        for number, stage in enumerate(stages):
+            # Gradients are fetched after `now`, when the buffers of rows may be written to, too.
+            after, nbytes = list[Event](), 0
+            if number < len(batches):
+                own = [begun[key] for key in batches[number]]
+                after = [event for each in own for event in (each.fetched, *each.free)]
+                nbytes = planned.matrices[number].traffic
+            ended = self.lanes.start.enqueue(timings.timed(HOST, stage, nbytes, "matrices"), after)
+            # On the lane of the stages, so these updates come after those.
+            for step in planned.steps:
+                if last.get(id(step.bucket), -2) + 2 == number:
+                    self._begin(step, grad_scale, now, timings, begun[id(step.bucket)])
+
+        # Exchanges are collectives, and so is what this thread does next: all ranks must issue them
+        # in one order.
+        if any(batch.route.group is not None for batch in planned.matrices):
+            with timings.waiting(HOST):
+                ended.synchronize()
+        return [each.fetched for each in begun.values()]
+
+    def _bucket_of(self, parameter: torch.Tensor) -> Bucket:
+        return self._places[id(parameter)][0].bucket
+
+    def _begin(
+        self,
+        step: BucketStep,
+        grad_scale: float,
+        now: Event,
+        timings: StepRecorder,
+        begun: _Begun,
+    ) -> None:
+        """Queues the update of a bucket whose gradients are being fetched."""
+        bucket, h2d = step.bucket, self.lanes.h2d
+        slots = [slot for slot, _ in step.gradients]
+        fetched, free, early = begun
+        is_final = early is not None and early.is_final(step.pieces, grad_scale)
 
         def update_again(early: EarlyUpdate) -> None:
             early.restore()
@@ -331,16 +453,6 @@ class HostSide:
             else:
                 started.append(partial(update_again, early))
 
-        step.begin()
-        reads = bucket.take_reads()
-        # Main weights that are copies may be taken over from the parameters first, and so must not
-        # be read meanwhile.
-        before_fetch = [now] if bucket.is_delivered else [now, *reads]
-        # Gradients that were fetched during the backward are not fetched again.
-        is_fetched = self._settings.overlap.in_backward and bucket.is_delivered
-        nbytes = 0 if is_fetched else bucket.grad.nbytes
-        fetch_timed = timings.timed(D2H, fetch, nbytes, bucket.name)
-        fetched = bucket.queue_fetch(self.lanes.d2h, fetch_timed, before_fetch)
         started: list[Callable[[], None]] = []
         nbytes = 0 if is_final else step.nbytes
         work = timings.timed(HOST, lambda: started.pop()(), nbytes, bucket.name)
@@ -351,12 +463,11 @@ class HostSide:
             # Only after the backward, which has used the weights that are now written over.
             return h2d.enqueue(send, after=[now])
 
-        start = self.lanes.start.enqueue(start_pass, after=[fetched, *reads, *bucket.updates()])
+        start = self.lanes.start.enqueue(start_pass, after=[fetched, *free])
         sent = relay(self.lanes.host, update, after=[start])
         # Where the device waits for its weights, parameters are the main weights themselves.
         bucket.pending = Pending(sent.first if bucket.is_delivered else sent, sent, sent)
         bucket.deliver(timings)
-        return fetched
 
     def _begin_streamed(
         self,
@@ -410,7 +521,8 @@ class HostSide:
             self._close()
 
     def _close(self) -> None:
-        for lane in (self.lanes.start, self.lanes.host, self.lanes.d2h, self.lanes.h2d):
+        lanes = self.lanes
+        for lane in (lanes.start, lanes.host, lanes.matrices, lanes.d2h, lanes.h2d):
             lane.close()
         if self._streamed is not None:
             self._streamed.close()

@@ -25,7 +25,7 @@ from megatron.core.dtensors import check_whole
 from megatron.core.lane_timings import LaneTimings
 from megatron.core.optimizer.config import DEFAULT_OPTIMIZER_FRACTION, Overlap
 from megatron.core.optimizer.cpu_offloading.both_sides import BothSides, options_of
-from megatron.core.optimizer.cpu_offloading.bucket import BucketStep
+from megatron.core.optimizer.cpu_offloading.host_side import HostStep
 from megatron.core.optimizer.cpu_offloading.hybrid_settings import HybridSettings, updaters_of
 from megatron.core.optimizer.cpu_offloading.plan import OffloadPlan
 from megatron.core.optimizer.kernels.piece import check_grad_scale
@@ -46,7 +46,7 @@ class HybridStep(NamedTuple):
     """A step of both sides, but for the factor of the gradients."""
 
     inputs: StepInputs
-    on_host: list[BucketStep]
+    on_host: HostStep
     on_device: RuleStep | None  # optimizers of torch's do not plan
 
 
@@ -106,12 +106,13 @@ class HybridDeviceOptimizer(PlanningOptimizer):
             pass through the device a chunk at a time (streamed_pass.py), so the host has less to
             do and the link more. None: the share that is the fastest in the first nine steps, in
             which all ranks step together. No bit changes. Needs overlapping lanes and a rule on
-            both sides.
+            both sides, but not Muon.
         early_update_bytes: additional host memory with which sharded FSDP groups are updated
             before `step`, as soon as their gradients have come down, from the last group on. `step`
             makes the updates final if its `grad_scale` is the expected one, 1 unless
             `expect_grad_scale` was called, and otherwise repeats them; see early_updates.py. No bit
-            changes. 0: none. Needs `fetch_during_backward`, and AdamW or another elementwise rule.
+            changes. 0: none. Needs `fetch_during_backward`, and AdamW or another elementwise rule,
+            but not Muon.
         kwargs: options of the rule or the optimizer classes: lr, betas, weight_decay. Classes other
             than AdamW allocate their states outside the slabs, and these are not counted.
 

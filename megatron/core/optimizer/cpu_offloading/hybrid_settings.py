@@ -156,6 +156,14 @@ class HybridSettings(NamedTuple):
         if self.host.rule is not None:
             self.host.rule.check_on_host()
 
+            if self.host.rule.takes_matrices and (
+                self.update_on_device != 0 or self.early_update_bytes
+            ):
+                raise ValueError(
+                    f"Expected update_on_device=0 and early_update_bytes=0 with {self.host.name}, "
+                    "whose matrices all ranks orthogonalize in the step, got "
+                    f"{self.update_on_device} and {self.early_update_bytes}."
+                )
         fraction = self.update_on_device
         if fraction is not None and not 0 <= fraction <= 1:
             raise ValueError(f"Expected update_on_device from 0 to 1, or None, got {fraction}.")

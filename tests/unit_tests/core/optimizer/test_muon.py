@@ -11,7 +11,6 @@ import torch.distributed as dist
 
 from megatron.core import products
 from megatron.core.optimizer import matrix_pass
-from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDeviceOptimizer
 from megatron.core.optimizer.kernels.newton_schulz import MuonStep
 from megatron.core.optimizer.rule_optimizer import RuleOptimizer
 from megatron.core.optimizer.rules import SGD, Adam, Muon
@@ -383,9 +382,3 @@ def test_dtypes_with_a_scale_are_rejected():
     optimizer.step()
     assert optimizer.state[others[0]]["exp_avg"].dtype == torch.float16
     assert SGD().part_for({}) == SGD()
-
-
-@pytest.mark.parametrize("fraction", [0.0, 1.0])
-def test_offloaded_states_are_rejected_by_name(fraction):
-    with pytest.raises(NotImplementedError, match="Muon"):
-        HybridDeviceOptimizer(parameters(MATRICES), fraction, rule=Muon())

@@ -31,11 +31,13 @@ from megatron.core.distributed.fsdp import (
 )
 from megatron.core.distributed.fsdp.context import FsdpContext
 from megatron.core.optimizer import matrix_pass
+from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDeviceOptimizer
 from megatron.core.optimizer.kernels.newton_schulz import MuonStep
 from megatron.core.optimizer.rule_optimizer import RuleOptimizer
 from megatron.core.optimizer.rules import Muon
 from tests.helpers.ranks import on_ranks, run_ranks
 
+AnyOptimizer = RuleOptimizer | HybridDeviceOptimizer
 FP32 = MixedPrecisionPolicy(main_params_dtype=torch.float32, main_grads_dtype=torch.float32)
 AVG = Partial("avg")
 NUM_EXPERTS, EP = 4, 2
@@ -86,7 +88,7 @@ class Model(nn.Module):
         return self.first(number) + experts + self.last(number)
 
 
-def optimizer_of(model: nn.Module) -> RuleOptimizer:
+def optimizer_of(model: nn.Module, **options: Any) -> RuleOptimizer:
     matrices, others = [], []
     for name, parameter in model.named_parameters():
         (matrices if parameter.ndim == 2 else others).append((name.split(".")[-1], parameter))
@@ -95,7 +97,7 @@ def optimizer_of(model: nn.Module) -> RuleOptimizer:
         {"params": [parameter for _, parameter in matrices], "matrix_rows": rows},
         {"params": [parameter for _, parameter in others], "use_muon": False},
     ]
-    return RuleOptimizer(groups, Muon(), lr=0.02, weight_decay=0.1)
+    return RuleOptimizer(groups, Muon(), lr=0.02, weight_decay=0.1, **options)
 
 
 def sharded(way: str) -> tuple[nn.Module, FsdpContext | None]:
@@ -127,7 +129,7 @@ def sharded(way: str) -> tuple[nn.Module, FsdpContext | None]:
 
 
 def train(
-    model: nn.Module, optimizer: RuleOptimizer, steps: range, context: Any, num_blocks: int = 1
+    model: nn.Module, optimizer: AnyOptimizer, steps: range, context: Any, num_blocks: int = 1
 ) -> None:
     block = dist.get_rank() % num_blocks
     for step in steps:
@@ -158,7 +160,7 @@ def trained_alone(num_steps: int, num_blocks: int = 1) -> dict[str, Tensor]:
     return values(model, optimizer)
 
 
-def values(model: nn.Module, optimizer: RuleOptimizer) -> dict[str, Tensor]:
+def values(model: nn.Module, optimizer: AnyOptimizer) -> dict[str, Tensor]:
     found = {}
     for name, parameter in model.named_parameters():
         states = optimizer.state.get(parameter, {})

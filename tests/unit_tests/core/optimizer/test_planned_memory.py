@@ -170,6 +170,8 @@ CHEAP = {
     "layers and experts divided": Case(EVEN_MIXTURE, {**TP2, **EP2}),
     "ZeRO-1": Case(MIXTURE, ZERO1),
     "Muon, experts divided": Case(MIXTURE, EP2, {"optimizer": "muon"}),
+    "Muon, experts divided, half on the host": Case(MIXTURE, EP2).on_host(0.5, optimizer="muon"),
+    "Muon, FSDP2, on the host": Case(MIXTURE, FSDP2).on_host(0.7, optimizer="muon"),
     "dense, half on the host, updated by the device": Case().on_host(
         0.5, overlap_cpu_optimizer_d2h_h2d=True, optimizer_update_on_device=1.0
     ),
@@ -214,6 +216,12 @@ WIDE = {
     "Muon, frozen": Case(LATENT, ZERO2, {"optimizer": "muon"}, freeze=("decoder.layers.1.mlp",)),
     "Muon, FSDP2": Case(MIXTURE, FSDP2, {"optimizer": "muon"}),
     "Muon, HFSDP": Case(optimizer={"optimizer": "muon"}, parallel=HFSDP),
+    "Muon, bf16 moments, on the host": Case(HYBRID).on_host(1.0, **BF16_MOMENTS, optimizer="muon"),
+    "Muon, frozen, on the host": Case(
+        LATENT, {**ZERO2, "main_grads_dtype": "fp32"}, freeze=("decoder.layers.1.mlp",)
+    ).on_host(0.6, optimizer="muon"),
+    "Muon, not sharded, on the host": Case(parallel=NO_SHARD).on_host(0.5, optimizer="muon"),
+    "Muon, HFSDP, on the host": Case(parallel=HFSDP).on_host(1.0, optimizer="muon"),
     "no momentum": Case(optimizer={"optimizer": "sgd", "sgd_momentum": 0.0}),
     "PyTorch's AdamW": Case(optimizer={"gpu_optimizer": "torch"}),
     "FSDP2": Case(parallel=FSDP2),
