@@ -1,80 +1,195 @@
-"""Recipes: in which format and with which scales a linear layer's products read their operands.
+"""The recipes: which scaling each operand of a linear layer has.
 
-    recipe       weights        inputs      gradients             scales
-    tensorwise   e4m3, all      e4m3, all   e5m2, all             fp32, of this tensor
-    delayed      e4m3, all      e4m3, all   e5m2, all             fp32, of earlier tensors
-    rowwise      e4m3, row      e4m3, row   e5m2, row             fp32
-    blockwise    e4m3, 128x128  e4m3, 128   e4m3, 128             fp32 powers of two
-    mxfp8        e4m3, 32x32    e4m3, 32    e4m3, 32              e8m0
-    nvfp4        e2m1, 16x16    e2m1, 16    e2m1, 16, random      e4m3, and fp32 of the tensor
+A layer of weight [out, in] computes three products, each of two operands that are quantised along
+what is summed over:
 
-The second column of a block is the number of elements along the dim that the product sums over. With
-`--fp8-format e4m3` gradients are e4m3 too. Square blocks of weights serve both the forward and the
-gradient of the input. Inputs and gradients are quantized once for each direction in which a product
-sums over them, both times from 16 bits: the weight's gradient sums over tokens.
+    fprop   outputs [tokens, out]    inputs [tokens, in]      weight [out, in]
+    dgrad   gradient [tokens, in]    gradient [tokens, out]   weight, transposed [in, out]
+    wgrad   gradient [out, in]       gradient, transposed     inputs, transposed [in, tokens]
+                                     [out, tokens]
+
+Where a scale is of a square, or of the whole matrix, the transposed operand has the same codes.
+Elsewhere it is quantised again, from high precision.
+
+Tiles, formats and scales are those of TransformerEngine, common/recipe/__init__.py, unless a
+function says otherwise.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from types import MappingProxyType
 
-from megatron.core.low_precision.formats import E2M1, E4M3, E5M2
-from megatron.core.low_precision.scaling import Rule, Scheme
+from megatron.core.low_precision.formats import E2M1, E4M3, E5M2, Format
+from megatron.core.low_precision.scaling import Scaling, ScaleKind, WeightQuantizer
+
+
+@dataclass(frozen=True)
+class HistoryOptions:
+    """How delayed scaling chooses a maximum.
+
+    Attributes:
+        length: steps that are remembered.
+        algorithm: `max` of them, or `most_recent`.
+    """
+
+    length: int
+    algorithm: str
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """How the operands of a linear layer's products are quantized.
+    """The scalings of a linear layer's operands, in the order of the module's table.
 
     Attributes:
-        weight, input, gradient: of matrices whose columns are summed over.
-        transforms_tokens: whether the operands of the weight's gradient get a Hadamard transform along
-            tokens, which spreads outliers over a block.
-        is_delayed: whether scales follow from the maxima of earlier iterations.
+        weight_t, inputs_t, gradient_t: of transposed operands; None: the codes of the others.
+        history: delayed scaling's; None: scales are of the tensors themselves.
     """
 
     name: str
-    weight: Scheme
-    input: Scheme
-    gradient: Scheme
-    transforms_tokens: bool = False
-    is_delayed: bool = False
+    inputs: Scaling
+    weight: Scaling
+    gradient: Scaling
+    weight_t: Scaling | None = None
+    inputs_t: Scaling | None = None
+    gradient_t: Scaling | None = None
+    history: HistoryOptions | None = None
 
-    @property
-    def has_square_weights(self) -> bool:
-        """Whether one copy of the weight serves forward and backward."""
-        return self.weight.block[0] == self.weight.block[1]
+    def weight_quantizer(self, matrix_rows: int | None = None) -> WeightQuantizer:
+        """Quantises weights some rows at a time.
+
+        Args:
+            matrix_rows: see `WeightQuantizer`.
+        """
+        # A history is of the whole weight.
+        return WeightQuantizer(self.weight, None if self.history else matrix_rows)
+
+    def with_one_plane(self) -> Recipe:
+        """This recipe with weights whose codes serve both directions, for weights that are gathered
+        as codes: MXFP8 has scales of 32 x 32 then. `rowwise` quantises the transposed weight from
+        the values of the codes.
+        """
+        if self.weight.kind is not ScaleKind.E8M0:
+            return self
+        return replace(self, weight=replace(self.weight, tile=(32, 32)), weight_t=None)
 
 
-FP8_RECIPES = ("delayed", "tensorwise", "rowwise", "blockwise", "mxfp8")
-FP8_FORMATS = ("e4m3", "hybrid")
+def tensorwise(gradients: Format) -> Recipe:
+    """Current scaling: each tensor's scale is of its own maximum. (Float8CurrentScaling.)"""
+    whole = Scaling(E4M3, (None, None))
+    return Recipe("tensorwise", whole, whole, replace(whole, format=gradients))
 
 
-def fp8_recipe(name: str, format_name: str) -> Recipe:
-    """A recipe of eight bits.
+def delayed(gradients: Format, margin: int, history: HistoryOptions) -> Recipe:
+    """Each tensor's scale is of the maxima of earlier steps: (largest / 2^margin) / maximum.
+    (DelayedScaling; `kernel_bulk` of common/recipe/delayed_scaling.cu.)
+
+    `AmaxHistory` has the maxima. They are of a step, where TransformerEngine counts microbatches.
+    """
+    whole = Scaling(E4M3, (None, None), margin=margin)
+    return Recipe("delayed", whole, whole, replace(whole, format=gradients), history=history)
+
+
+def rowwise(gradients: Format) -> Recipe:
+    """A scale for each row of every operand. TransformerEngine has no such recipe; it is PyTorch's
+    row-wise scaling, which torchao trains with.
+    """
+    rows = Scaling(E4M3, (1, None))
+    of_gradients = replace(rows, format=gradients)
+    return Recipe(
+        "rowwise",
+        rows,
+        rows,
+        of_gradients,
+        weight_t=rows,
+        inputs_t=rows,
+        gradient_t=of_gradients,
+    )
+
+
+def blockwise(gradients: Format) -> Recipe:
+    """128 x 128 elements of weights, 128 consecutive ones of activations and gradients have a scale,
+    a power of two. (Float8BlockScaling; DeepSeek-AI 2024, arXiv:2412.19437.)
+    """
+    lines = Scaling(E4M3, (1, 128), ScaleKind.POWER_OF_TWO)
+    of_gradients = replace(lines, format=gradients)
+    return Recipe(
+        "blockwise",
+        lines,
+        replace(lines, tile=(128, 128)),
+        of_gradients,
+        inputs_t=lines,
+        gradient_t=of_gradients,
+    )
+
+
+def mxfp8(gradients: Format) -> Recipe:
+    """32 consecutive elements have a scale in e8m0: their maximum * (1 / largest), rounded up to a
+    power of two. (MXFP8BlockScaling; Open Compute Project, Microscaling Formats 1.0.)
+    """
+    lines = Scaling(E4M3, (1, 32), ScaleKind.E8M0)
+    of_gradients = replace(lines, format=gradients)
+    return Recipe(
+        "mxfp8",
+        lines,
+        lines,
+        of_gradients,
+        weight_t=lines,
+        inputs_t=lines,
+        gradient_t=of_gradients,
+    )
+
+
+def nvfp4() -> Recipe:
+    """16 consecutive elements, or 16 x 16 of weights, have a scale in e4m3, and each matrix one in
+    fp32. (NVFP4BlockScaling and its reference, custom_recipes/quantization_nvfp4.py; NVIDIA 2025,
+    arXiv:2509.25149.)
+
+        G = 448 * 6 / maximum of the matrix; 1 if that is 0
+        S = e4m3(min(maximum of the tile * (G / 6), 448))
+        code = e2m1(x / (S / G))
+
+    Gradients are rounded stochastically. Both operands of wgrad are mixed by a Hadamard matrix
+    first. Where TransformerEngine's scale of a tile with an infinity is 448, here it is NaN, as for
+    a NaN: the codes could not show either.
+    """
+    lines = Scaling(E2M1, (1, 16), ScaleKind.TWO_LEVELS)
+    of_gradients = replace(lines, is_stochastic=True)
+    return Recipe(
+        "nvfp4",
+        lines,
+        replace(lines, tile=(16, 16)),
+        of_gradients,
+        inputs_t=replace(lines, has_hadamard=True),
+        gradient_t=replace(of_gradients, has_hadamard=True),
+    )
+
+
+_WITHOUT_OPTIONS: Mapping[str, Callable[[Format], Recipe]] = MappingProxyType(
+    {"tensorwise": tensorwise, "rowwise": rowwise, "blockwise": blockwise, "mxfp8": mxfp8}
+)
+
+
+def recipe_named(
+    name: str,
+    fp8_format: str = "hybrid",
+    *,
+    margin: int = 0,
+    history: HistoryOptions = HistoryOptions(1, "most_recent"),
+) -> Recipe:
+    """The recipe of a name of `--fp8-recipe`, or nvfp4.
 
     Args:
-        name: one of `FP8_RECIPES`.
-        format_name: "hybrid": gradients in e5m2, where the recipe has a choice; or "e4m3".
+        fp8_format: of gradients: `e4m3`, or e5m2 with `hybrid`; nvfp4 reads none.
+        margin, history: delayed scaling's.
+
+    Raises:
+        KeyError: there is no such recipe.
     """
-    gradients = E5M2 if format_name == "hybrid" else E4M3
-    if name == "blockwise":
-        weight = Scheme(E4M3, (128, 128), Rule.POWER_OF_TWO)
-        tokens = Scheme(E4M3, (1, 128), Rule.POWER_OF_TWO)
-        return Recipe(name, weight, tokens, tokens)
-    if name == "mxfp8":
-        tokens = Scheme(E4M3, (1, 32), Rule.E8M0)
-        return Recipe(name, Scheme(E4M3, (32, 32), Rule.E8M0), tokens, tokens)
-    block = (1, 0) if name == "rowwise" else (0, 0)
-    both = Scheme(E4M3, block, Rule.FP32)
-    gradient = Scheme(gradients, block, Rule.FP32)
-    return Recipe(name, both, both, gradient, is_delayed=name == "delayed")
-
-
-NVFP4 = Recipe(
-    "nvfp4",
-    Scheme(E2M1, (16, 16), Rule.E4M3),
-    Scheme(E2M1, (1, 16), Rule.E4M3),
-    Scheme(E2M1, (1, 16), Rule.E4M3, rounds_randomly=True),
-    transforms_tokens=True,
-)
+    gradients = E5M2 if fp8_format == "hybrid" else E4M3
+    if name == "nvfp4":
+        return nvfp4()
+    if name == "delayed":
+        return delayed(gradients, margin, history)
+    return _WITHOUT_OPTIONS[name](gradients)

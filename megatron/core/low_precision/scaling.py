@@ -223,7 +223,7 @@ class WeightQuantizer:
         if places is None:
             torch.maximum(maxima, found.amax(0, keepdim=True), out=maxima)
         else:
-            maxima.index_reduce_(0, places, found, "amax")
+            maxima.scatter_reduce_(0, places[:, None].expand_as(found), found, "amax")
 
     def quantize_rows(self, rows: Tensor, first_row: int, maxima: Tensor, codes: Tensor) -> None:
         """Writes the codes of some rows.
@@ -316,7 +316,7 @@ def _of_rows(scales: Tensor, tile: int | None, num_rows: int) -> Tensor:
 
 def _noise(rows: Tensor, first_row: int) -> Tensor:
     """Numbers in [0, 1), in steps of 2^-24, that depend on each element's place and value alone:
-    [rows, columns] fp32. The mixing is the finalizer of MurmurHash3, of 32 bits.
+    [rows, columns] fp32. Two rounds of shifts and products mix 32 bits.
     """
     num_rows, columns = rows.shape
     places = torch.arange(
