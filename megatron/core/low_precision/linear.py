@@ -142,9 +142,9 @@ class _Linear(torch.autograd.Function):
     def forward(
         ctx: Any,
         tokens: Tensor,
-        weight: Tensor,
+        weight: Tensor,  # noqa: ARG004  read from the layer
         bias: Tensor | None,
-        layer: _Layer,  # noqa: ARG004
+        layer: _Layer,
     ) -> Tensor:
         recipe, kept = layer.recipe, list[Operand]()
         output = tokens.new_empty(len(tokens), layer.out_features)
