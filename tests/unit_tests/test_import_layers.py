@@ -17,6 +17,7 @@ ROOT = Path(__file__).resolve().parents[2]
 ROOMS: list[tuple[set[str], str]] = [
     ({"megatron.installation"}, "runs before any other import"),
     ({"megatron.core"}, "devices, lanes, memory, files, process groups"),
+    ({"megatron.core.low_precision"}, "operands of 8 and 4 bits"),
     ({"megatron.core.transformer"}, "layers, ignorant of sharding"),
     (
         {"megatron.core.models", "megatron.core.compiled_layers", "megatron.core.layer_execution"},

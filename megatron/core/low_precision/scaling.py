@@ -1,0 +1,334 @@
+"""How a matrix is quantised: tiles with one scale each, and a cast.
+
+A tile is a box of rows and columns of a matrix [rows, reduction]; a product sums over the columns.
+A weight [5, 300] with tiles of 2 x 128:
+
+    maxima, scales [3, 3]     rows 0 1 | 2 3 | 4     columns 0 .. 127 | 128 .. 255 | 256 .. 299
+
+`Scaling` quantises whole matrices. `WeightQuantizer` does the same, to the bit, a few rows at a
+time, so that each rank can quantise the rows that it holds:
+
+    maxima = zeros(quantizer.maxima_shape(weight.shape))
+    quantizer.add_maxima(rows, first_row, maxima)               each rank its rows
+    all-reduce of maxima, MAX                                   a few bytes a tile
+    quantizer.quantize_rows(rows, first_row, maxima, codes)     each rank its rows
+    quantizer.scales(maxima)                                    the same on every rank
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron.core.low_precision.formats import (
+    E2M1,
+    E4M3,
+    Format,
+    decode,
+    e8m0_of,
+    encode,
+    scale_of,
+)
+
+_HADAMARD = 16  # elements that one transform mixes
+# The signs of TransformerEngine's transform (get_wgrad_sign_vector of its NVFP4 reference).
+_SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
+
+
+class ScaleKind(enum.Enum):
+    """How scales are computed and stored."""
+
+    FP32 = "fp32"
+    POWER_OF_TWO = "power of two"  # fp32 without mantissa
+    E8M0 = "e8m0"  # rounded up to a power of two
+    TWO_LEVELS = "two levels"  # e4m3 of each tile, times one fp32 of the matrix
+
+
+class QuantizedWeight(NamedTuple):
+    """A weight as it was gathered.
+
+    Attributes:
+        codes: [rows, columns] of the format's dtype; e2m1: uint8 [rows, ceil(columns / 2)].
+        scales: what decoded values are multiplied by: [tiles of rows, tiles of columns].
+    """
+
+    codes: Tensor
+    scales: Tensor
+
+
+@dataclass(frozen=True)
+class Scaling:
+    """How a matrix is quantised.
+
+    Attributes:
+        tile: rows and columns that share a scale; None: all of them.
+        margin: scales are divided by 2^margin.
+        is_stochastic: rounds up with the probability of the fraction. The random numbers are a
+            hash of an element's place and digits: they need no state, and are the same on any
+            number of ranks and when a layer is recomputed.
+        has_hadamard: 16 columns at a time are mixed by a Hadamard matrix with fixed signs. A
+            product of two matrices that both are stays the same.
+    """
+
+    format: Format
+    tile: tuple[int | None, int | None]
+    kind: ScaleKind = ScaleKind.FP32
+    margin: int = 0
+    is_stochastic: bool = False
+    has_hadamard: bool = False
+
+    @property
+    def largest(self) -> float:
+        """The value that the maximum of a tile is scaled to."""
+        return self.format.largest * 2.0**-self.margin
+
+    def maxima_of(self, matrix: Tensor) -> Tensor:
+        """The largest absolute value of each tile, [tiles of rows, tiles of columns] fp32. NaN
+        counts as infinity.
+        """
+        quantizer = WeightQuantizer(self)
+        maxima = matrix.new_zeros(quantizer.maxima_shape(matrix.shape), dtype=torch.float32)
+        quantizer.add_maxima(matrix, 0, maxima)
+        return maxima
+
+    def quantize(self, matrix: Tensor, maxima: Tensor | None = None) -> Operand:
+        """A matrix [rows, reduction] of any floating dtype, quantised.
+
+        Args:
+            maxima: to scale by; default: those of this matrix.
+        """
+        if self.has_hadamard:
+            matrix = hadamard(matrix)
+        if maxima is None:
+            maxima = self.maxima_of(matrix)
+        multipliers, scales = self.scales_of(maxima)
+        codes = self.cast(matrix, _of_rows(multipliers, self.tile[0], len(matrix)))
+        return Operand(codes, scales, self, tuple(matrix.shape))
+
+    def cast(self, rows: Tensor, multipliers: Tensor, first_row: int = 0) -> Tensor:
+        """The codes of rows [rows, columns] that are multiplied by [rows or 1, tiles of columns].
+
+        Args:
+            first_row: number of the first row in its matrix.
+        """
+        num_rows, columns = rows.shape
+        tiles = _column_tiles(rows, self.tile[1])
+        values = tiles.float() * multipliers[..., None]
+        values = values.view(num_rows, -1)[:, :columns]
+        noise = _noise(rows, first_row) if self.is_stochastic else None
+        return encode(values, self.format, noise)
+
+    def scales_of(self, maxima: Tensor) -> tuple[Tensor, Tensor]:
+        """The multipliers of each tile of one matrix: of values before the cast, fp32, and of
+        decoded codes, fp32 or e8m0. Both have the shape of `maxima`.
+        """
+        if self.kind is ScaleKind.TWO_LEVELS:
+            return _two_levels(maxima)
+        if self.kind is ScaleKind.E8M0:
+            scales = e8m0_of(maxima * torch.tensor(1.0 / self.largest, device=maxima.device))
+            return scales.float().reciprocal(), scales
+        is_power = self.kind is ScaleKind.POWER_OF_TWO
+        multipliers = scale_of(maxima, self.largest, power_of_two=is_power)
+        return multipliers, multipliers.reciprocal()
+
+
+@dataclass(frozen=True)
+class Operand:
+    """A quantised matrix.
+
+    Attributes:
+        codes, scales: see `QuantizedWeight`.
+        shape: rows and columns of the matrix.
+    """
+
+    codes: Tensor
+    scales: Tensor
+    scaling: Scaling
+    shape: tuple[int, ...]
+
+    def dequantize(self) -> Tensor:
+        """The values: [rows, columns] fp32."""
+        rows, columns = self.shape
+        values = _column_tiles(
+            decode(self.codes, self.scaling.format, columns), self.scaling.tile[1]
+        )
+        scales = _of_rows(self.scales.float(), self.scaling.tile[0], rows)
+        return (values * scales[..., None]).view(rows, -1)[:, :columns]
+
+    def t(self) -> Operand:
+        """The transposed matrix, with the same codes and scales."""
+        rows, columns = self.shape
+        codes = self.codes.t()
+        if self.scaling.format.per_byte > 1:
+            values = decode(self.codes, self.scaling.format, columns)
+            codes = encode(values.t().contiguous(), self.scaling.format)
+        tile = (self.scaling.tile[1], self.scaling.tile[0])
+        scaling = Scaling(self.scaling.format, tile, self.scaling.kind)
+        return Operand(codes, self.scales.t(), scaling, (columns, rows))
+
+
+@dataclass(frozen=True)
+class WeightQuantizer:
+    """Quantises a weight [rows, columns] some rows at a time.
+
+    Attributes:
+        matrix_rows: rows of one expert's matrix, where a weight has the matrices of several; None:
+            the weight is one matrix.
+    """
+
+    scaling: Scaling
+    matrix_rows: int | None = None
+
+    @property
+    def codes_dtype(self) -> torch.dtype:
+        return self.scaling.format.dtype
+
+    def codes_shape(self, shape: Sequence[int]) -> tuple[int, int]:
+        """The shape of the codes of a weight, or of some of its rows."""
+        rows, columns = shape
+        return rows, math.ceil(columns / self.scaling.format.per_byte)
+
+    def maxima_shape(self, shape: Sequence[int]) -> tuple[int, int]:
+        """The shape of the maxima, and of the scales, of a whole weight."""
+        rows, columns = shape
+        own = self.matrix_rows or rows
+        num_matrices = rows // own if own else 0
+        tiles = [
+            _num_tiles(n, size) for n, size in zip((own, columns), self.scaling.tile, strict=True)
+        ]
+        return num_matrices * tiles[0], tiles[1]
+
+    def add_maxima(self, rows: Tensor, first_row: int, maxima: Tensor) -> None:
+        """Raises maxima to those of some rows. NaN counts as infinity, so that ranks may combine
+        maxima by any MAX.
+
+        Args:
+            rows: [rows, columns] of any floating dtype.
+            first_row: number of the first of them in the whole weight.
+            maxima: fp32 [`maxima_shape` of the whole weight].
+        """
+        if not rows.numel():
+            return
+        found = _column_tiles(rows.abs(), self.scaling.tile[1]).amax(dim=-1).float()
+        found = found.nan_to_num(nan=math.inf, posinf=math.inf)
+        places = self._places(rows, first_row)
+        if places is None:
+            torch.maximum(maxima, found.amax(0, keepdim=True), out=maxima)
+        else:
+            maxima.scatter_reduce_(0, places[:, None].expand_as(found), found, "amax")
+
+    def quantize_rows(self, rows: Tensor, first_row: int, maxima: Tensor, codes: Tensor) -> None:
+        """Writes the codes of some rows.
+
+        Args:
+            rows, first_row, maxima: see `add_maxima`; the maxima of the whole weight.
+            codes: [`codes_shape` of the rows].
+        """
+        if not rows.numel():
+            return
+        multipliers, _ = self._scales(maxima)
+        places = self._places(rows, first_row)
+        own = multipliers if places is None else multipliers[places]
+        codes.copy_(self.scaling.cast(rows, own, first_row))
+
+    def scales(self, maxima: Tensor) -> Tensor:
+        """The scales that decoded values are multiplied by, of the shape of `maxima`."""
+        return self._scales(maxima)[1]
+
+    def _scales(self, maxima: Tensor) -> tuple[Tensor, Tensor]:
+        if self.matrix_rows is None or self.scaling.kind is not ScaleKind.TWO_LEVELS:
+            return self.scaling.scales_of(maxima)
+        # A scale of each matrix.
+        tiles = _num_tiles(self.matrix_rows, self.scaling.tile[0])
+        both = [self.scaling.scales_of(own) for own in maxima.split(tiles)]
+        first, second = zip(*both, strict=True)
+        return torch.cat(first), torch.cat(second)
+
+    def _places(self, rows: Tensor, first_row: int) -> Tensor | None:
+        """The number of each row's tile; None: all rows have the one there is."""
+        tile = self.scaling.tile[0]
+        if tile is None and self.matrix_rows is None:
+            return None
+        numbers = torch.arange(first_row, first_row + len(rows), device=rows.device)
+        if self.matrix_rows is None:
+            return numbers // (tile or 1)
+        tiles = _num_tiles(self.matrix_rows, tile)
+        within = numbers % self.matrix_rows // (tile or self.matrix_rows)
+        return numbers // self.matrix_rows * tiles + within
+
+
+def hadamard(matrix: Tensor) -> Tensor:
+    """A matrix [rows, columns] whose columns are mixed, 16 at a time: [rows, columns rounded up to
+    a multiple of 16], same dtype, rounded once.
+    """
+    mixing = _hadamard_matrix().to(matrix.device)
+    tiles = _column_tiles(matrix, _HADAMARD).float()
+    return (tiles @ mixing).flatten(1).to(matrix.dtype)
+
+
+@cache
+def _hadamard_matrix() -> Tensor:
+    """Orthogonal [16, 16] fp32: diag(signs) @ H / 4, with H of Sylvester's construction."""
+    matrix = torch.ones(1, 1)
+    while len(matrix) < _HADAMARD:
+        matrix = torch.kron(torch.tensor([[1.0, 1.0], [1.0, -1.0]]), matrix)
+    return torch.tensor(_SIGNS)[:, None] * matrix / math.sqrt(_HADAMARD)
+
+
+def _two_levels(maxima: Tensor) -> tuple[Tensor, Tensor]:
+    """Multipliers and scales of NVFP4: see nvfp4.py."""
+    largest = E4M3.largest * E2M1.largest
+    outer = scale_of(maxima.amax(), largest)
+    inner = (maxima * (outer / E2M1.largest)).clamp(max=E4M3.largest).to(E4M3.dtype).float()
+    # A code of e2m1 cannot be NaN: its scale is.
+    inner = inner.where(maxima.isfinite(), math.nan)
+    scales = inner * outer.reciprocal()
+    return scales.reciprocal().clamp(max=torch.finfo(torch.float32).max), scales
+
+
+def _num_tiles(size: int, tile: int | None) -> int:
+    return min(size, 1) if tile is None else math.ceil(size / tile)
+
+
+def _column_tiles(matrix: Tensor, tile: int | None) -> Tensor:
+    """[rows, columns] -> [rows, tiles, columns of a tile], padded with zeros."""
+    columns = matrix.shape[1]
+    size = max(1, columns) if tile is None else tile
+    if columns % size:
+        matrix = F.pad(matrix, (0, -columns % size))
+    tiles: Tensor = matrix.unflatten(1, (-1, size))
+    return tiles
+
+
+def _of_rows(scales: Tensor, tile: int | None, num_rows: int) -> Tensor:
+    """The scales [tiles of rows, tiles of columns] of each row: [rows or 1, tiles of columns]."""
+    if tile is None or tile == 1:
+        return scales
+    return scales.repeat_interleave(tile, dim=0)[:num_rows]
+
+
+def _noise(rows: Tensor, first_row: int) -> Tensor:
+    """Numbers in [0, 1), in steps of 2^-24: [rows, columns] fp32. Each depends on an element's
+    place, and on the signs and mantissas of the element and the one before it in its row, so not on
+    a power of two that a loss is divided by.
+    """
+    num_rows, columns = rows.shape
+    places = torch.arange(
+        first_row * columns, (first_row + num_rows) * columns, device=rows.device
+    ).view(num_rows, columns)
+    digits = rows.float().view(torch.int32).long() & 0x807FFFFF
+    mixed = places * 0x9E3779B1 + digits * 0x85EBCA6B + digits.roll(1, dims=1) * 0xC2B2AE35
+    mask = 0xFFFFFFFF
+    mixed &= mask
+    for _ in range(2):
+        mixed = ((mixed ^ (mixed >> 16)) * 0x45D9F3B) & mask
+    mixed ^= mixed >> 16
+    return (mixed >> 8).float() * 2.0**-24
