@@ -621,6 +621,11 @@ class RunConfig:
             "0 without --use-megatron-fsdp, whose groups have flat buffers",
             self.optimizer.optimizer_early_update_gib,
         )
+        if self.parallel.fp8_param_gather:
+            dtype, share = self.optimizer.main_params_dtype, self.optimizer.update_on_device
+            flag = "--fp8-param-gather"
+            expect(dtype == "fp32", flag, "--main-params-dtype fp32", dtype)
+            expect(share == 0, flag, "--optimizer-update-on-device 0", share or "auto")
         if not self.parallel.use_megatron_fsdp:
             for flag, dtype in (
                 ("--main-grads-dtype", self.parallel.main_grads_dtype),

@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 from megatron.core.low_precision.formats import E2M1, E4M3, E5M2, Format
-from megatron.core.low_precision.scaling import Scaling, ScaleKind, WeightQuantizer
+from megatron.core.low_precision.scaling import ScaleKind, Scaling, WeightQuantizer
 
 
 @dataclass(frozen=True)
@@ -40,10 +40,11 @@ class HistoryOptions:
 
 @dataclass(frozen=True)
 class Recipe:
-    """The scalings of a linear layer's operands, in the order of the module's table.
+    """The scalings of a linear layer's operands.
 
     Attributes:
-        weight_t, inputs_t, gradient_t: of transposed operands; None: the codes of the others.
+        inputs_t, gradient_t: of transposed operands; None: the codes of the others, transposed.
+        has_two_planes: whether a transposed weight is quantised again, by the same scaling.
         history: delayed scaling's; None: scales are of the tensors themselves.
     """
 
@@ -51,10 +52,17 @@ class Recipe:
     inputs: Scaling
     weight: Scaling
     gradient: Scaling
-    weight_t: Scaling | None = None
     inputs_t: Scaling | None = None
     gradient_t: Scaling | None = None
+    has_two_planes: bool = False
     history: HistoryOptions | None = None
+
+    @property
+    def can_gather(self) -> bool:
+        """Whether weights can be gathered as codes: a byte an element, scaled by maxima of the
+        weight itself.
+        """
+        return self.history is None and self.weight.format.per_byte == 1
 
     def weight_quantizer(self, matrix_rows: int | None = None) -> WeightQuantizer:
         """Quantises weights some rows at a time.
@@ -72,7 +80,7 @@ class Recipe:
         """
         if self.weight.kind is not ScaleKind.E8M0:
             return self
-        return replace(self, weight=replace(self.weight, tile=(32, 32)), weight_t=None)
+        return replace(self, weight=replace(self.weight, tile=(32, 32)), has_two_planes=False)
 
 
 def tensorwise(gradients: Format) -> Recipe:
@@ -102,15 +110,15 @@ def rowwise(gradients: Format) -> Recipe:
         rows,
         rows,
         of_gradients,
-        weight_t=rows,
         inputs_t=rows,
         gradient_t=of_gradients,
+        has_two_planes=True,
     )
 
 
 def blockwise(gradients: Format) -> Recipe:
-    """128 x 128 elements of weights, 128 consecutive ones of activations and gradients have a scale,
-    a power of two. (Float8BlockScaling; DeepSeek-AI 2024, arXiv:2412.19437.)
+    """128 x 128 elements of a weight, and 128 consecutive ones of activations and gradients, have a
+    scale, a power of two. (Float8BlockScaling; DeepSeek-AI 2024, arXiv:2412.19437.)
     """
     lines = Scaling(E4M3, (1, 128), ScaleKind.POWER_OF_TWO)
     of_gradients = replace(lines, format=gradients)
@@ -135,9 +143,9 @@ def mxfp8(gradients: Format) -> Recipe:
         lines,
         lines,
         of_gradients,
-        weight_t=lines,
         inputs_t=lines,
         gradient_t=of_gradients,
+        has_two_planes=True,
     )
 
 

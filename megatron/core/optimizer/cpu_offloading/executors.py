@@ -174,7 +174,7 @@ class RuleExecutor(Executor):
             slot.of(self.bucket.grad),
             slot.of(self.bucket.main_weight),
             {name: slot.of(array) for name, array in self._arrays.items()},
-            out=slot.of(self.bucket.weight),
+            out=None if self.bucket.is_quantized else slot.of(self.bucket.weight),
         )
 
     def _make_states(self, index: int) -> dict[str, torch.Tensor]:
@@ -274,7 +274,8 @@ class TorchExecutor(Executor):
         self._optimizer.step()
         for index, slot in slots:
             self._parameters[index].grad = None
-            slot.of(bucket.weight).copy_(slot.of(bucket.main_weight))
+            if not bucket.is_quantized:
+                slot.of(bucket.weight).copy_(slot.of(bucket.main_weight))
 
     def _as_state(self, index: int, value: Any) -> Any:
         is_like = isinstance(value, torch.Tensor) and value.shape == self._parameters[index].shape

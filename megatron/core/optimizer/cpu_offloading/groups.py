@@ -166,7 +166,9 @@ def buckets_of(groups: Sequence[OffloadGroup], settings: HybridSettings) -> list
     end_run()
 
     for bucket in buckets if settings.host.rule is not None else ():
-        for dtype in (bucket.main_dtype, bucket.grad_dtype, bucket.weight_dtype):
+        dtypes = [bucket.main_dtype, bucket.grad_dtype]
+        dtypes += [] if bucket.is_quantized else [bucket.weight_dtype]
+        for dtype in dtypes:
             if dtype not in FLOAT_DTYPES:
                 raise ValueError(
                     f"Expected parameters of {FLOAT_DTYPES} on the host, got {dtype} for "
