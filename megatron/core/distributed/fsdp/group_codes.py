@@ -16,7 +16,8 @@ the codes and the scales, which layers with a recipe compute with.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -28,6 +29,23 @@ from megatron.core.distributed.fsdp.dbuffer import DBuffer
 from megatron.core.distributed.fsdp.group_plan import GroupPlan
 from megatron.core.distributed.fsdp.group_weights import WeightBuffers
 from megatron.core.low_precision.scaling import QuantizedWeight
+
+# Elements that are quantized at a time: on the CPU so few that their copies stay in the caches.
+_CHUNK_NUMEL, _DEVICE_CHUNK_NUMEL = 1 << 18, 1 << 24
+
+
+class _Part(NamedTuple):
+    """Rows of a weight.
+
+    Attributes:
+        rows: rounded to the compute dtype.
+        first_row: index of the first one in the weight as this rank's modules use it.
+        codes: memory for their codes.
+    """
+
+    rows: torch.Tensor
+    first_row: int
+    codes: torch.Tensor
 
 
 class GroupCodes:
@@ -74,20 +92,17 @@ class GroupCodes:
             codes: for as many rows.
         """
         maxima = torch.zeros(self._plan.maxima_numel, device=codes.device)
-        by_weight = self._by_weight(maxima)
-        # A weight is rounded twice rather than kept in between: copies of one are enough memory.
-        for index, own in enumerate(by_weight):
-            rows, first_row = self._rows(main, index, codes.device)
-            if len(rows):
-                self._plan.quantizers[index].add_maxima(rows, first_row, own)
+        by_weight = list(zip(self._plan.quantizers, self._by_weight(maxima), strict=True))
+        # Rows are rounded twice rather than kept in between, which would take a shard's memory.
+        for index, (quantizer, own) in enumerate(by_weight):
+            for part in self._parts(index, main, codes):
+                quantizer.add_maxima(part.rows, part.first_row, own)
         for axis in self._plan.maxima_axes:
             group = self._mesh.get_group(axis)
             all_reduce(maxima, maxima, group, Reduction(is_maximum=True), label)
-        for index, own in enumerate(by_weight):
-            rows, first_row = self._rows(main, index, codes.device)
-            if len(rows):
-                out = codes.get_local_tensor(index)
-                self._plan.quantizers[index].quantize_rows(rows, first_row, own, out)
+        for index, (quantizer, own) in enumerate(by_weight):
+            for part in self._parts(index, main, codes):
+                quantizer.quantize_rows(part.rows, part.first_row, own, part.codes)
         return maxima
 
     def set_scales(self, maxima: torch.Tensor) -> None:
@@ -100,10 +115,15 @@ class GroupCodes:
     def _num_weights(self) -> int:
         return len(self._plan.parameters)
 
-    def _rows(self, main: DBuffer, index: int, device: torch.device) -> tuple[torch.Tensor, int]:
-        """This rank's rows of a weight, rounded, and the first one's index in the weight in use."""
-        rows = main.get_local_tensor(index).to(device, self._plan.dtype)
-        return rows, main.chunk(index).first_row - self._begins[index]
+    def _parts(self, index: int, main: DBuffer, codes: DBuffer) -> Iterator[_Part]:
+        """This rank's rows of a weight, a few at a time."""
+        rows, out = main.get_local_tensor(index), codes.get_local_tensor(index)
+        numel = _CHUNK_NUMEL if out.device.type == "cpu" else _DEVICE_CHUNK_NUMEL
+        num_rows = max(1, numel // rows.shape[1])
+        first_row = main.chunk(index).first_row - self._begins[index]
+        for begin in range(0, len(rows), num_rows):
+            own = rows[begin : begin + num_rows].to(out.device, self._plan.dtype)
+            yield _Part(own, first_row + begin, out[begin : begin + num_rows])
 
     def _by_weight(self, maxima: torch.Tensor) -> list[torch.Tensor]:
         """Views of flat maxima in the shapes of the weights' maxima."""
