@@ -12,9 +12,16 @@ from megatron.core.compiled_layers import check_compiler, compile_layers
 from megatron.core.config import ExecutionConfig
 from megatron.core.device import Device
 from megatron.core.host_memory import HostNeed
+from megatron.core.low_precision.amax_history import AmaxHistory
+from megatron.core.low_precision.config import LowPrecisionConfig
+from megatron.core.low_precision.recipes import HistoryOptions, Recipe, recipe_named
 from megatron.core.models.gpt.gpt_model import TransformerBlock
 from megatron.core.options import expect
+from megatron.core.transformer.experts import ExpertLinear
+from megatron.core.transformer.fused_weight import Linear
+from megatron.core.transformer.gated_delta_net import GatedDeltaNet
 from megatron.core.transformer.layer import TransformerLayer
+from megatron.core.transformer.moe_layer import MoELayer
 
 
 def check_execution(config: ExecutionConfig, device: Device) -> None:
@@ -68,6 +75,58 @@ def prepare_layers(
             fraction=config.activation_offload_fraction,
         )
     return offload
+
+
+def recipe_of(config: LowPrecisionConfig) -> Recipe | None:
+    """The recipe that the flags describe, if any."""
+    if config.recipe is None:
+        return None
+    history = HistoryOptions(config.fp8_amax_history_len, config.fp8_amax_compute_algo)
+    return recipe_named(
+        config.recipe, config.fp8_format or "e4m3", margin=config.fp8_margin, history=history
+    )
+
+
+def use_recipe(
+    model: nn.Module, recipe: Recipe, num_at_start: int = 0, num_at_end: int = 0
+) -> None:
+    """Has linear layers and experts of the decoder's layers compute by a recipe. Called before
+    the model is sharded.
+
+    Routers, gates of shared experts, and the input projection of delta nets, which contains their
+    gates, stay as they are, as does all outside of the decoder's layers.
+
+    Args:
+        num_at_start, num_at_end: layers of the decoder that stay as they are.
+
+    Raises:
+        ConfigError: for a model without a layer that remains.
+    """
+    blocks = [module for module in model.modules() if isinstance(module, TransformerBlock)]
+    layers = [
+        layer
+        for block in blocks
+        for layer in block.layers[num_at_start : len(block.layers) - num_at_end]
+    ]
+    expected = f"decoder layers besides the {num_at_start + num_at_end} that stay in bf16"
+    expect(bool(layers), "low precision", expected, "none")
+    for layer in layers:
+        kept = _modules_in_bf16(layer)
+        for module in layer.modules():
+            if isinstance(module, (Linear, ExpertLinear)) and module not in kept:
+                module.recipe = recipe
+                if recipe.history is not None:
+                    module.amax_history = AmaxHistory(recipe.history)
+
+
+def _modules_in_bf16(layer: nn.Module) -> set[nn.Module | None]:
+    kept: set[nn.Module | None] = set()
+    for module in layer.modules():
+        if isinstance(module, GatedDeltaNet):
+            kept.add(module.in_proj)
+        elif isinstance(module, MoELayer):
+            kept.add(module.shared_gate)
+    return kept
 
 
 def _stacks(model: nn.Module) -> list[list[TransformerLayer]]:

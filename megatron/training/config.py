@@ -24,6 +24,7 @@ from megatron.core.dist_checkpointing.config import (
 from megatron.core.distributed.config import DataParallelConfig, check_heads
 from megatron.core.dtype_names import FLOAT_NAMES
 from megatron.core.log import counted
+from megatron.core.low_precision.config import LowPrecisionConfig
 from megatron.core.models.multimodal.vision_config import VisionConfig
 from megatron.core.optimizer.config import OptimizerConfig
 from megatron.core.optimizer.lr_schedule import LRSchedule, LRScheduleConfig
@@ -299,7 +300,8 @@ class EngineConfig:
         batch: needed by `optimizer_offload_fraction="auto"` only.
 
     Raises:
-        ConfigError: for another compute dtype, or a format that does not exist.
+        ConfigError: for another compute dtype, a format that does not exist, or low precision with
+            settings that do not allow it.
     """
 
     optimizer: OptimizerConfig
@@ -312,6 +314,7 @@ class EngineConfig:
     ckpt_format: str | None = None
     execution: ExecutionConfig = ExecutionConfig()
     batch: BatchSizes | None = None
+    low_precision: LowPrecisionConfig = LowPrecisionConfig()
 
     def __post_init__(self) -> None:
         formats = (None, FSDP_DTENSOR, TORCH_DCP)
@@ -327,6 +330,15 @@ class EngineConfig:
             f"one of {', '.join(FLOAT_NAMES)}",
             self.compute_dtype,
         )
+        if self.low_precision.recipe is not None:
+            self._check_low_precision(self.low_precision.flag)
+
+    def _check_low_precision(self, flag: str) -> None:
+        expect(self.compute_dtype == "bf16", flag, "--bf16", f"--{self.compute_dtype}")
+        tensor_size = self.parallel.tensor_model_parallel_size
+        expect(tensor_size == 1, "--tensor-model-parallel-size", f"1 with {flag}", tensor_size)
+        compiles = self.execution.compile_layers
+        expect(not compiles, "--compile-layers", f"layers that are bf16, without {flag}", compiles)
 
 
 @dataclass(frozen=True)
@@ -347,6 +359,7 @@ class RunConfig:
     logging: LoggingConfig
     device: DeviceConfig
     execution: ExecutionConfig
+    low_precision: LowPrecisionConfig
     vision: VisionConfig | None = None
 
     def resolve(self, world_size: int) -> RunConfig:
@@ -371,6 +384,7 @@ class RunConfig:
         config._check_model()
         config._check_engine(world_size)
         config._check_fp16()
+        config._check_low_precision()
         config._check_flags_that_need_others()
         config._check_recovery()
         LRSchedule.build(config.schedule, config.training.train_iters)
@@ -432,6 +446,7 @@ class RunConfig:
             or self.logging.profile_lanes is not None,
             ckpt_format=self.checkpoint.ckpt_format,
             execution=self.execution,
+            low_precision=self.low_precision,
             batch=BatchSizes(
                 self.training.micro_batch_size,
                 self.data.seq_length,
@@ -676,6 +691,16 @@ class RunConfig:
             "--main-grads-dtype",
             "fp32 with --fp16 and another --gpu-optimizer than native",
             dtype,
+        )
+
+    def _check_low_precision(self) -> None:
+        self.engine()  # rejects what does not go together
+        kept, num_layers = sum(self.low_precision.num_bf16_layers), self.model.num_layers
+        expect(
+            kept < num_layers,
+            "--first-last-layers-bf16",
+            f"fewer layers than --num-layers {num_layers} at the start and at the end",
+            kept,
         )
 
 

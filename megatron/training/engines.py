@@ -34,7 +34,13 @@ from megatron.core.distributed import megatron_fsdp, torch_fsdp2
 from megatron.core.distributed.fsdp.parameter_group import group_of
 from megatron.core.dtypes import DTYPES
 from megatron.core.host_memory import check_memory_on_all_ranks, format_bytes
-from megatron.core.layer_execution import check_execution, host_needs, prepare_layers
+from megatron.core.layer_execution import (
+    check_execution,
+    host_needs,
+    prepare_layers,
+    recipe_of,
+    use_recipe,
+)
 from megatron.core.log import counted
 from megatron.core.materialize import materialize, seeded_reset
 from megatron.core.optimizer.cpu_offloading.plan import OffloadPlan
@@ -138,6 +144,9 @@ class ModuleEngine:
             with torch.device("meta"):
                 model = model()
 
+        recipe = recipe_of(self.config.low_precision)
+        if recipe is not None:
+            use_recipe(model, recipe, *self.config.low_precision.num_bf16_layers)
         num_parameters = sum(parameter.numel() for parameter in model.parameters())
         config = with_known_fraction(self.config, model, self.device, self.mesh)
         self.config = config

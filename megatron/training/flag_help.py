@@ -13,6 +13,7 @@ from megatron.core.datasets.config import GPTDatasetConfig
 from megatron.core.dist_checkpointing.config import CheckpointConfig
 from megatron.core.distributed.config import DataParallelConfig
 from megatron.core.help_format import OnOffAction, ProgramParser
+from megatron.core.low_precision.config import LowPrecisionConfig
 from megatron.core.models.multimodal.vision_config import VisionConfig
 from megatron.core.optimizer.config import OptimizerConfig
 from megatron.core.optimizer.lr_schedule import LRScheduleConfig
@@ -75,6 +76,7 @@ GROUPS: dict[str, tuple[type[Any] | str, ...]] = {
         "exp_avg_dtype",
         "exp_avg_sq_dtype",
         "megatron_fsdp_grad_comm_dtype",
+        LowPrecisionConfig,
     ),
     "checkpoints": (CheckpointConfig,),
     "logging": (LoggingConfig,),

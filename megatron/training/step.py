@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from megatron.core.distributed.megatron_fsdp import context_of, microbatch_of
 from megatron.core.issued_collectives import issuing
+from megatron.core.low_precision.amax_history import update_histories
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer, PlannedStep
 from megatron.core.timeline import NO_TIMELINE, RANKS, AnyTimeline
 from megatron.core.transformer.expert_bias import update_expert_bias
@@ -156,6 +157,7 @@ def train_step(
     bad_ranks = _ranks_with_bad_loss(told, mesh) if agreed.num_bad else ()
 
     mark(Phase.STEP)
+    update_histories(model, mesh.get_group())
     norm = math.nan if agreed.num_bad else agreed.grad_norm
     has_stepped = optimizer.step(norm, planned, grad_divisor=agreed.grad_divisor)
     if has_stepped and agreed.load is not None:

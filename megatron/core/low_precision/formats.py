@@ -55,7 +55,8 @@ def scale_of(maxima: Tensor, largest: float, *, power_of_two: bool = False) -> T
         maxima: largest absolute values, fp32 of any shape.
         power_of_two: clears the mantissa, which rounds down.
     """
-    scales = (largest / maxima).clamp(max=_LARGEST_FP32)
+    # A number divided by a tensor is a reciprocal to PyTorch, and rounded twice.
+    scales = (torch.full_like(maxima, largest) / maxima).clamp(max=_LARGEST_FP32)
     scales = scales.where(maxima.isfinite() & (maxima > 0), 1.0)
     if power_of_two:
         scales = (scales.view(torch.int32) & -0x800000).view(torch.float32)

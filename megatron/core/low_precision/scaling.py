@@ -72,8 +72,8 @@ class Scaling:
         tile: rows and columns that share a scale; None: all of them.
         margin: scales are divided by 2^margin.
         is_stochastic: rounds up with the probability of the fraction. The random numbers are a
-            hash of an element's place and value: they need no state, and are the same on any number
-            of ranks and when a layer is recomputed.
+            hash of an element's place and digits: they need no state, and are the same on any
+            number of ranks and when a layer is recomputed.
         has_hadamard: 16 columns at a time are mixed by a Hadamard matrix with fixed signs. A
             product of two matrices that both are stays the same.
     """
@@ -315,17 +315,19 @@ def _of_rows(scales: Tensor, tile: int | None, num_rows: int) -> Tensor:
 
 
 def _noise(rows: Tensor, first_row: int) -> Tensor:
-    """Numbers in [0, 1), in steps of 2^-24, that depend on each element's place and value alone:
-    [rows, columns] fp32. Two rounds of shifts and products mix 32 bits.
+    """Numbers in [0, 1), in steps of 2^-24: [rows, columns] fp32. Each depends on an element's
+    place, and on the signs and mantissas of the element and the one before it in its row, so not on
+    a power of two that a loss is divided by.
     """
     num_rows, columns = rows.shape
     places = torch.arange(
         first_row * columns, (first_row + num_rows) * columns, device=rows.device
     ).view(num_rows, columns)
-    mixed = places * 0x9E3779B1 ^ rows.float().view(torch.int32)
+    digits = rows.float().view(torch.int32).long() & 0x807FFFFF
+    mixed = places * 0x9E3779B1 + digits * 0x85EBCA6B + digits.roll(1, dims=1) * 0xC2B2AE35
     mask = 0xFFFFFFFF
     mixed &= mask
-    for shift, factor in ((16, 0x45D9F3B), (16, 0x45D9F3B)):
-        mixed = ((mixed ^ (mixed >> shift)) * factor) & mask
+    for _ in range(2):
+        mixed = ((mixed ^ (mixed >> 16)) * 0x45D9F3B) & mask
     mixed ^= mixed >> 16
     return (mixed >> 8).float() * 2.0**-24

@@ -12,6 +12,7 @@ from typing import Any, TypeAlias
 
 from torch import Tensor
 
+from megatron.core.low_precision.amax_history import AmaxHistory
 from megatron.core.models.description import ModelDescription
 from megatron.core.models.families import config_json
 from megatron.core.models.families.config_json import family_of, read_config, write_config
@@ -167,12 +168,12 @@ def ignored_prefixes(model: OwnModel, content: Mapping[str, Any]) -> tuple[str, 
 
 
 def saved_buffers(model: OwnModel) -> dict[str, Tensor]:
-    """Returns the persistent buffers by name: biases of experts, in fp32."""
+    """Returns the persistent buffers by name that files have: biases of experts, in fp32."""
     return {
         f"{prefix}.{name}": buffer
         for prefix, module in model.named_modules()
         for name, buffer in module.named_buffers(recurse=False)
-        if name not in module._non_persistent_buffers_set
+        if name not in module._non_persistent_buffers_set and not isinstance(module, AmaxHistory)
     }
 
 

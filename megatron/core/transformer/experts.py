@@ -14,6 +14,9 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from megatron.core.low_precision.amax_history import AmaxHistory
+from megatron.core.low_precision.linear import expert_linear
+from megatron.core.low_precision.recipes import Recipe
 from megatron.core.transformer.fused_weight import FusedWeight, HasSections, reset_linear
 from megatron.core.transformer.grouped_matmul import grouped_matmul
 from megatron.core.transformer.mlp import activate, activate_gated
@@ -28,7 +31,10 @@ class ExpertLinear(HasSections, nn.Module):
             `rows_are_inputs`. A rank that holds some experts only has the rows of these.
         bias: [experts x out_features], or None.
         matrix_rows: rows of one expert's matrix in `weight`.
+        recipe, amax_history: see `Linear`.
     """
+
+    recipe: Recipe | None = None
 
     def __init__(
         self,
@@ -47,6 +53,7 @@ class ExpertLinear(HasSections, nn.Module):
         super().__init__()
         out_features = sum(size for _, size in parts)
         self.rows_are_inputs = rows_are_inputs
+        self.amax_history: AmaxHistory | None = None
         self.init_std = init_std
 
         rows, columns = out_features, in_features
@@ -84,6 +91,16 @@ class ExpertLinear(HasSections, nn.Module):
             tokens: tokens of the first expert, then of the second, ...
             counts: tokens of each expert whose weights are here: [experts here] int64.
         """
+        if self.recipe is not None:
+            return expert_linear(
+                self.recipe,
+                tokens,
+                self.weight,
+                counts,
+                self.bias,
+                rows_are_inputs=self.rows_are_inputs,
+                history=self.amax_history,
+            )
         matrices = self.weight.unflatten(0, (len(counts), -1))
         if not self.rows_are_inputs:
             matrices = matrices.mT

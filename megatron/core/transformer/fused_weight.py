@@ -23,6 +23,9 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from megatron.core.low_precision.amax_history import AmaxHistory
+from megatron.core.low_precision.linear import linear as low_precision_linear
+from megatron.core.low_precision.recipes import Recipe
 from megatron.core.products import linear
 
 
@@ -133,10 +136,13 @@ class Linear(nn.Linear):
     Attributes:
         is_hidden: whether the outputs are hidden channels. Muon does not update other layers.
         tensor_dims: see `tensor_cuts`. A layer whose input channels are divided has a whole bias.
+        recipe: how operands are quantised; None: they are not. `use_recipe` sets it.
+        amax_history: of a recipe with delayed scaling.
     """
 
     is_hidden: ClassVar[bool] = True
     tensor_dims: Mapping[str, int]
+    recipe: Recipe | None = None
 
     def __init__(
         self,
@@ -155,6 +161,7 @@ class Linear(nn.Linear):
         self.tensor_dims = {} if tensor_dim is None else {"weight": tensor_dim}
         if tensor_dim == 0:
             self.tensor_dims["bias"] = 0
+        self.amax_history: AmaxHistory | None = None
 
     def reset_parameters(self) -> None:
         """Draws the initial weights: see `reset_linear`."""
@@ -162,6 +169,11 @@ class Linear(nn.Linear):
 
     def forward(self, inputs: Tensor) -> Tensor:
         """[..., in_features] -> [..., out_features]."""
+        if self.recipe is not None:
+            history = self.amax_history
+            return low_precision_linear(
+                self.recipe, inputs, self.weight, self.bias, history=history
+            )
         return linear(inputs, self.weight, self.bias)
 
 

@@ -1,0 +1,86 @@
+"""Delayed scaling's maxima of earlier steps, one history for each operand of a layer.
+
+`AmaxHistory.maximum` records an operand's maximum and returns that of earlier steps. After the
+backward, `update_histories` takes the maxima over all ranks, in one all-reduce.
+"""
+
+from __future__ import annotations
+
+import enum
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from megatron.core.issued_collectives import issuing
+from megatron.core.low_precision.recipes import HistoryOptions
+
+
+class Slot(enum.IntEnum):
+    """An operand's row in the buffers."""
+
+    INPUTS = 0
+    WEIGHT = 1
+    GRADIENT = 2
+
+
+class AmaxHistory(nn.Module):
+    """The maxima of one layer's operands. Buffers are the same on every rank between steps.
+
+    Attributes:
+        maxima: fp32 [operands, steps], the latest step last.
+        chosen: fp32 [operands], what scales are computed from; 0 before the first step.
+        current: fp32 [operands], of this rank in this step so far; not saved.
+    """
+
+    maxima: Tensor
+    chosen: Tensor
+    current: Tensor
+
+    def __init__(self, options: HistoryOptions) -> None:
+        super().__init__()
+        self.options = options
+        # On the CPU, even where parameters are made on meta: no other code would fill them.
+        self.register_buffer("maxima", torch.zeros(len(Slot), options.length, device="cpu"))
+        self.register_buffer("chosen", torch.zeros(len(Slot), device="cpu"))
+        self.register_buffer("current", torch.zeros(len(Slot), device="cpu"), persistent=False)
+
+    def maximum(self, slot: Slot, own: Tensor) -> Tensor:
+        """The maximum that an operand's scale is computed from, [1, 1] fp32: the chosen one; before
+        there is one, the operand's own, where TransformerEngine's first scale is 1. Small gradients
+        would be lost, and more of them the more microbatches divide the loss.
+
+        In training the operand's own raises the step's. A recomputed layer records the same again.
+
+        Args:
+            own: the operand's maxima, fp32 of any shape.
+        """
+        own = own.amax()
+        if self.training:
+            torch.maximum(self.current[slot], own, out=self.current[slot])
+        chosen = self.chosen[slot]
+        return chosen.where(chosen > 0, own).view(1, 1)
+
+    def advance(self, current: Tensor) -> None:
+        """Ends a step whose maxima over all ranks these are, [operands]. A maximum that is 0 or not
+        finite changes nothing.
+        """
+        is_known = current.isfinite() & (current > 0)
+        rolled = torch.cat((self.maxima[:, 1:], current[:, None]), dim=1)
+        self.maxima.copy_(rolled.where(is_known[:, None], self.maxima))
+        chosen = current if self.options.algorithm == "most_recent" else self.maxima.amax(1)
+        self.chosen.copy_(chosen.where(is_known, self.chosen))
+        self.current.zero_()
+
+
+@torch.no_grad()
+def update_histories(model: nn.Module, group: dist.ProcessGroup) -> None:
+    """Ends a step of all histories in `model`, which is the same on all ranks of `group`."""
+    histories = [module for module in model.modules() if isinstance(module, AmaxHistory)]
+    if not histories:
+        return
+    current = torch.stack([history.current for history in histories])
+    with issuing("all-reduce of delayed scaling's maxima", current):
+        dist.all_reduce(current, dist.ReduceOp.MAX, group=group)
+    for history, own in zip(histories, current, strict=True):
+        history.advance(own)

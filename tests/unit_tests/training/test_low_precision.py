@@ -1,0 +1,178 @@
+"""Whole training steps with quantised operands: on any number of ranks, offloaded, recomputed, saved
+and resumed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from megatron.core.config import ExecutionConfig
+from megatron.core.device import Device
+from megatron.core.distributed.config import DataParallelConfig
+from megatron.core.low_precision.amax_history import AmaxHistory
+from megatron.core.low_precision.config import LowPrecisionConfig
+from megatron.core.mesh import build_mesh
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.optimizer.config import OptimizerConfig
+from megatron.core.optimizer.lr_schedule import LRScheduleConfig
+from megatron.core.transformer.config import TransformerConfig
+from megatron.training.config import EngineConfig
+from megatron.training.engine import SaveLoadMeta
+from megatron.training.engines import ModuleEngine, build_engine
+from tests.helpers.engine_contents import Contents, contents_of, differing
+from tests.helpers.ranks import run_ranks
+
+VOCAB, SEQ = 64, 20
+DENSE = TransformerConfig(
+    num_layers=3,
+    hidden_size=32,
+    num_attention_heads=2,
+    ffn_hidden_size=48,
+    normalization="RMSNorm",
+    swiglu=True,
+    add_bias_linear=False,
+    attention_dropout=0.0,
+    hidden_dropout=0.0,
+    init_method_std=0.1,
+)
+HYBRID = replace(
+    DENSE,
+    num_layers=2,
+    add_bias_linear=True,
+    linear_attention_freq="[1,0]",
+    linear_num_key_heads=2,
+    linear_num_value_heads=2,
+    linear_key_head_dim=16,
+    linear_value_head_dim=16,
+)
+MIXTURE = replace(
+    DENSE,
+    num_layers=2,
+    num_experts=4,
+    moe_ffn_hidden_size=24,
+    moe_router_topk=2,
+    moe_aux_loss_coeff=0.01,
+    moe_shared_expert_intermediate_size=16,
+)
+MODELS = {"dense": DENSE, "hybrid": HYBRID, "mixture": MIXTURE}
+RECIPES = {
+    **{
+        name: LowPrecisionConfig(fp8_format="hybrid", fp8_recipe=name)
+        for name in ("tensorwise", "rowwise", "blockwise", "mxfp8")
+    },
+    "delayed": LowPrecisionConfig(
+        fp8_format="hybrid", fp8_amax_history_len=3, fp8_amax_compute_algo="max", fp8_margin=1
+    ),
+    "nvfp4": LowPrecisionConfig(fp4_format="e2m1"),
+}
+BF16 = LowPrecisionConfig()
+
+
+class Run(NamedTuple):
+    """A training run.
+
+    Attributes:
+        fraction: of the optimizer's states in host memory; None: without offloading.
+    """
+
+    recipe: LowPrecisionConfig
+    model: TransformerConfig = DENSE
+    strategy: str = "optim_grads_params"
+    fraction: float | None = None
+    execution: ExecutionConfig = ExecutionConfig()
+    parallel: dict[str, Any] = {}  # noqa: RUF012  only read
+
+    def engine(self) -> ModuleEngine:
+        optimizer = OptimizerConfig()
+        if self.fraction is not None:
+            optimizer = OptimizerConfig(
+                optimizer_cpu_offload=True,
+                optimizer_offload_fraction=self.fraction,
+                overlap_cpu_optimizer_d2h_h2d=True,
+                overlap_optimizer_with_forward=True,
+            )
+        config = EngineConfig(
+            optimizer,
+            LRScheduleConfig(lr=1e-3, lr_decay_style="constant"),
+            DataParallelConfig(data_parallel_sharding_strategy=self.strategy, **self.parallel),
+            99,
+            "bf16",
+            7,
+            execution=self.execution,
+            low_precision=self.recipe,
+        )
+        engine = build_engine(config, Device("cpu"), build_mesh("cpu", dist.get_world_size()))
+        engine.initialize(lambda: GPTModel(self.model, VOCAB))
+        return engine
+
+
+class Trained(NamedTuple):
+    losses: list[float]
+    contents: Contents
+    histories: list[torch.Tensor]
+
+
+def train(engine: ModuleEngine, steps: range) -> list[float]:
+    """Trains on two microbatches a step, which ranks share."""
+
+    def forward_step(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        tokens = batch["tokens"]
+        losses: torch.Tensor = model(tokens[:, :-1], tokens[:, 1:].contiguous())
+        return losses.mean()
+
+    found = []
+    for step in steps:
+        generator = torch.Generator().manual_seed(step)
+        tokens = torch.randint(VOCAB, (2, 2, SEQ + 1), generator=generator)
+        own = tokens[dist.get_rank() :: dist.get_world_size()]
+        found.append(engine.train_batch([{"tokens": one} for one in own], forward_step).loss)
+    return found
+
+
+def trained(engine: ModuleEngine, steps: range = range(4)) -> Trained:
+    losses = train(engine, steps)
+    histories = [
+        buffer.clone()
+        for module in engine.model.modules()
+        if isinstance(module, AmaxHistory)
+        for buffer in module.buffers()
+    ]
+    return Trained(losses, contents_of(engine), histories)
+
+
+def results(world_size: int, *runs: Run) -> list[Trained]:
+    """What each of some runs trains; the same on all ranks."""
+
+    def train_all(runs: tuple[Run, ...]) -> list[Trained]:
+        return [trained(run.engine()) for run in runs]
+
+    return run_ranks(world_size, train_all, runs)[0]
+
+
+def expect_equal(one: Trained, other: Trained) -> None:
+    assert one.losses == other.losses
+    assert differing(one.contents, other.contents) == []
+    assert len(one.histories) == len(other.histories)
+    for own, theirs in zip(one.histories, other.histories, strict=True):
+        assert torch.equal(own, theirs)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_each_recipe_trains_on_two_ranks_as_on_one(name: str) -> None:
+    recipe = RECIPES[name]
+    (alone, in_bf16) = results(1, Run(recipe), Run(BF16))
+    sharded, replicated = results(2, Run(recipe), Run(recipe, strategy="optim"))
+
+    assert sharded.losses == pytest.approx(alone.losses, rel=1e-5)
+    assert replicated.losses == pytest.approx(alone.losses, rel=1e-5)
+    assert alone.losses != in_bf16.losses
+    # It learns what bf16 learns, up to the rounding of three layers.
+    assert alone.losses == pytest.approx(in_bf16.losses, rel=0.05)
+    assert alone.losses[-1] < alone.losses[0] or in_bf16.losses[-1] > in_bf16.losses[0]
