@@ -332,6 +332,8 @@ class EngineConfig:
         )
         if self.low_precision.recipe is not None:
             self._check_low_precision(self.low_precision.flag)
+        if self.parallel.fp8_param_gather:
+            self._check_param_gather()
 
     def _check_low_precision(self, flag: str) -> None:
         expect(self.compute_dtype == "bf16", flag, "--bf16", f"--{self.compute_dtype}")
@@ -339,6 +341,15 @@ class EngineConfig:
         expect(tensor_size == 1, "--tensor-model-parallel-size", f"1 with {flag}", tensor_size)
         compiles = self.execution.compile_layers
         expect(not compiles, "--compile-layers", f"layers that are bf16, without {flag}", compiles)
+
+    def _check_param_gather(self) -> None:
+        flag, recipe = "--fp8-param-gather", self.low_precision.recipe
+        can_gather = recipe not in (None, "delayed", "nvfp4")
+        expected = "--fp8-format with --fp8-recipe tensorwise, rowwise, blockwise or mxfp8"
+        expect(can_gather, flag, expected, recipe)
+        dtype, share = self.optimizer.main_params_dtype, self.optimizer.optimizer_update_on_device
+        expect(dtype == "fp32", flag, "--main-params-dtype fp32", dtype)
+        expect(share == 0, flag, "--optimizer-update-on-device 0", share)
 
 
 @dataclass(frozen=True)
@@ -636,11 +647,6 @@ class RunConfig:
             "0 without --use-megatron-fsdp, whose groups have flat buffers",
             self.optimizer.optimizer_early_update_gib,
         )
-        if self.parallel.fp8_param_gather:
-            dtype, share = self.optimizer.main_params_dtype, self.optimizer.update_on_device
-            flag = "--fp8-param-gather"
-            expect(dtype == "fp32", flag, "--main-params-dtype fp32", dtype)
-            expect(share == 0, flag, "--optimizer-update-on-device 0", share or "auto")
         if not self.parallel.use_megatron_fsdp:
             for flag, dtype in (
                 ("--main-grads-dtype", self.parallel.main_grads_dtype),
