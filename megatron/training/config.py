@@ -337,8 +337,6 @@ class EngineConfig:
 
     def _check_low_precision(self, flag: str) -> None:
         expect(self.compute_dtype == "bf16", flag, "--bf16", f"--{self.compute_dtype}")
-        tensor_size = self.parallel.tensor_model_parallel_size
-        expect(tensor_size == 1, "--tensor-model-parallel-size", f"1 with {flag}", tensor_size)
         compiles = self.execution.compile_layers
         expect(not compiles, "--compile-layers", f"layers that are bf16, without {flag}", compiles)
 

@@ -24,6 +24,7 @@ from megatron.core.distributed.config import ALL_GATHER
 from megatron.core.distributed.units import sharding_units, units_of
 from megatron.core.dtypes import DTYPES
 from megatron.core.host_memory import format_bytes
+from megatron.core.layer_execution import recipe_of
 from megatron.core.mesh import all_reduce_over
 from megatron.core.models.gpt.activations import ActivationBytes, Microbatch, activation_bytes
 from megatron.core.models.gpt.gpt_model import GPTModel
@@ -149,6 +150,7 @@ def state_settings(config: EngineConfig, world_size: int, *, is_accelerator: boo
 def microbatch_of(config: EngineConfig, device_kind: str) -> Microbatch:
     """Returns one microbatch of a config with `batch`."""
     assert config.batch is not None, "callers check"
+    recipe = recipe_of(config.low_precision)
     return Microbatch(
         config.batch.micro_batch_size,
         config.batch.seq_length,
@@ -158,6 +160,7 @@ def microbatch_of(config: EngineConfig, device_kind: str) -> Microbatch:
         context_size=config.parallel.context_parallel_size,
         gathers=config.parallel.cp_comm_type == ALL_GATHER,
         tensor_size=config.parallel.tensor_model_parallel_size,
+        code_nbytes=None if recipe is None else recipe.kept_nbytes,
     )
 
 
@@ -188,6 +191,7 @@ def memory_of(
         model.vocab_size,
         microbatch_of(config, device_kind),
         model.config.recompute_granularity,
+        config.low_precision.num_bf16_layers,
     )
     room = config.execution.nbytes_of_host
     moving = moving_layers(len(activations.layers), config.execution.activation_offload_fraction)

@@ -17,7 +17,7 @@ not asked by names: `_has_operator` multiplies two small matrices once and compa
     1 x 32 in e8m0       Blackwell                  Scales in blocks of 128 x 4, see `swizzled`;
                                                     inner size a multiple of 32.
 
-(pytorch/pytorch, aten/src/ATen/native/cuda/ScaledBlas.cpp; cuBLAS, "1D Block Scaling Factors
+(pytorch/pytorch, ScaledBlas.cpp; cuBLAS, "1D Block Scaling Factors
 Layout" and "Narrow Precision Data Types Usage".) NVFP4 has an operator on Blackwell that takes its
 two scales apart; here they are one, and its products are computed from values everywhere.
 """

@@ -64,6 +64,16 @@ class Recipe:
         """
         return self.history is None and self.weight.format.per_byte == 1
 
+    @property
+    def kept_nbytes(self) -> float:
+        """Bytes of an element of the inputs that waits for backward, with its share of the scale.
+        The few scales of whole rows are left out.
+        """
+        kept = self.inputs_t or self.inputs
+        width = kept.tile[1]
+        scale_nbytes = 1 if kept.kind is ScaleKind.E8M0 else 4
+        return 1 / kept.format.per_byte + (0 if width is None else scale_nbytes / width)
+
     def weight_quantizer(self, matrix_rows: int | None = None) -> WeightQuantizer:
         """Quantises weights some rows at a time.
 

@@ -169,12 +169,15 @@ class Linear(nn.Linear):
 
     def forward(self, inputs: Tensor) -> Tensor:
         """[..., in_features] -> [..., out_features]."""
-        if self.recipe is not None:
-            history = self.amax_history
-            return low_precision_linear(
-                self.recipe, inputs, self.weight, self.bias, history=history
-            )
-        return linear(inputs, self.weight, self.bias)
+        return self.product(inputs, self.bias)
+
+    def product(self, inputs: Tensor, bias: Tensor | None = None) -> Tensor:
+        """As `forward`, with this bias instead of the layer's."""
+        if self.recipe is None:
+            return linear(inputs, self.weight, bias)
+        return low_precision_linear(
+            self.recipe, inputs, self.weight, bias, history=self.amax_history
+        )
 
 
 class FusedLinear(HasSections, Linear):

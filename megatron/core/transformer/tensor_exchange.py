@@ -20,7 +20,6 @@ from typing import Protocol
 
 from torch import Tensor
 
-from megatron.core.products import linear
 from megatron.core.transformer.fused_weight import Linear
 
 
@@ -74,6 +73,9 @@ def gathered_linear(layer: Linear, hidden: Tensor, exchange: TensorExchange | No
     """
     if exchange is None:
         return layer(hidden)  # type: ignore[no-any-return]
+    if layer.recipe is not None:
+        # The codes of all positions are kept for backward.
+        return layer(exchange.gather(hidden))  # type: ignore[no-any-return]
     return exchange.gather_linear(hidden, layer.weight, layer.bias)
 
 
@@ -88,7 +90,7 @@ def scattered_linear(layer: Linear, inner: Tensor, exchange: TensorExchange | No
     """
     if exchange is None:
         return layer(inner)  # type: ignore[no-any-return]
-    output = exchange.scatter(linear(inner, layer.weight))
+    output = exchange.scatter(layer.product(inner))
     return output if layer.bias is None else output + layer.bias
 
 

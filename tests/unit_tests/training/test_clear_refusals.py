@@ -172,12 +172,12 @@ def test_the_first_rank_of_the_job_speaks_for_all_of_them(
     monkeypatch.setenv("WORLD_SIZE", "16")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
     monkeypatch.setattr(pretrain_gpt, "time", SimpleNamespace(sleep=found.append))
-    assert pretrain_gpt.main([*MINIMAL, "--lr", "-1", "--fp8-format", "e4m3"]) == 2
+    assert pretrain_gpt.main([*MINIMAL, "--lr", "-1", "--use-mup"]) == 2
     assert found == waited
     assert capsys.readouterr().err == (
         "pretrain_gpt.py: 2 settings cannot be used:\n"
         "  Not supported here (remove, or stay with Megatron-LM):\n"
-        "    --fp8-format e4m3  Compute in fp8 or fp4 is not offered; --bf16 is.\n"
+        "    --use-mup  This variant of the model is not offered.\n"
         "  Unknown, or wrong in itself:\n"
         "    --lr: expected a number >= 0, got -1.0.\n"
     )

@@ -77,7 +77,7 @@ def test_everything_that_is_wrong_is_in_one_error():
     lines = refusal(
         *"--adam-bet1 0.9 --pipeline-model-parallel-size 2 --no-such-thing a b".split(),
         *"--clip-grad -1 --dropout".split(),
-        *"--save-interval 5 --bf16 yes --fp8-format hybrid".split(),
+        *"--save-interval 5 --bf16 yes --fp8-output-proj".split(),
     )
     assert lines == (
         "--adam-bet1: expected a known flag, got one that does not exist. Did you mean "
@@ -86,7 +86,8 @@ def test_everything_that_is_wrong_is_in_one_error():
         "shards.",
         "--no-such-thing: expected a known flag, got one that does not exist.",
         "--dropout: expected a known flag, got one that does not exist.",
-        "--fp8-format hybrid: remove it. Compute in fp8 or fp4 is not offered; --bf16 is.",
+        "--fp8-output-proj: remove it. --fp8-recipe and --fp4-format choose the arithmetic of all "
+        "linear layers in the decoder.",
         "--bf16: expected no value, got 'yes'.",
         "--clip-grad: expected a number >= 0, got -1.0.",
         "--save: expected a folder, since --save-interval is given, got None.",

@@ -1,6 +1,4 @@
-"""Whole training steps with quantised operands: on any number of ranks, offloaded, recomputed, saved
-and resumed.
-"""
+"""Training with quantised operands: on any number of ranks, offloaded, recomputed, resumed."""
 
 from __future__ import annotations
 
@@ -73,6 +71,11 @@ RECIPES = {
     "nvfp4": LowPrecisionConfig(fp4_format="e2m1"),
 }
 BF16 = LowPrecisionConfig()
+
+
+def wide(names: set[str]) -> list[Any]:
+    """Recipes that only the wide matrix runs."""
+    return [pytest.param(name, marks=pytest.mark.wide) for name in sorted(names)]
 
 
 class Run(NamedTuple):
@@ -176,3 +179,96 @@ def test_each_recipe_trains_on_two_ranks_as_on_one(name: str) -> None:
     # It learns what bf16 learns, up to the rounding of three layers.
     assert alone.losses == pytest.approx(in_bf16.losses, rel=0.05)
     assert alone.losses[-1] < alone.losses[0] or in_bf16.losses[-1] > in_bf16.losses[0]
+
+
+MOVING = ExecutionConfig(
+    activation_offload=True, activation_offload_gib=1e-3, activation_offload_min_kib=0.1
+)
+
+
+@pytest.mark.parametrize("name", ["delayed", "nvfp4", *wide(set(RECIPES) - {"delayed", "nvfp4"})])
+def test_offloaded_states_and_recomputed_or_moved_layers_change_no_bit(name: str) -> None:
+    recipe = RECIPES[name]
+    plain, *others = results(
+        2,
+        Run(recipe, HYBRID),
+        *(Run(recipe, HYBRID, fraction=fraction) for fraction in (0.0, 0.5, 1.0)),
+        Run(recipe, replace(HYBRID, recompute_granularity="full")),
+        Run(recipe, HYBRID, execution=MOVING),
+    )
+    for other in others:
+        expect_equal(other, plain)
+
+
+@pytest.mark.parametrize("model", ["mixture", "hybrid"])
+@pytest.mark.parametrize("name", ["delayed", *wide(set(RECIPES) - {"delayed"})])
+def test_mixtures_and_hybrids_train_on_two_ranks_as_on_one(name: str, model: str) -> None:
+    recipe = RECIPES[name]
+    (alone, in_bf16) = results(1, Run(recipe, MODELS[model]), Run(BF16, MODELS[model]))
+    (sharded,) = results(2, Run(recipe, MODELS[model], strategy="optim_grads"))
+    assert sharded.losses == pytest.approx(alone.losses, rel=1e-5)
+    assert alone.losses != in_bf16.losses
+    assert alone.losses == pytest.approx(in_bf16.losses, rel=0.05)
+
+
+def save(run: Run, folder: str) -> Trained:
+    """The run after four steps, of which the first two were saved."""
+    engine = run.engine()
+    train(engine, range(2))
+    engine.save(SaveLoadMeta(f"{folder}/saved", "dcp", with_optim=True))
+    return trained(engine, range(2, 4))
+
+
+def resume(run: Run, folder: str) -> Trained:
+    engine = run.engine()
+    engine.load(SaveLoadMeta(f"{folder}/saved", "dcp", with_optim=True))
+    return trained(engine, range(2, 4))
+
+
+def read(run: Run, folder: str) -> Trained:
+    engine = run.engine()
+    engine.load(SaveLoadMeta(f"{folder}/saved", "dcp", with_optim=True))
+    return trained(engine, range(0))
+
+
+@pytest.mark.parametrize("name", ["delayed", *wide(set(RECIPES) - {"delayed"})])
+def test_a_run_resumes_to_the_bit_and_its_states_load_on_another_number_of_ranks(
+    name: str, tmp_path: Path
+) -> None:
+    run, folder = Run(RECIPES[name], MIXTURE), str(tmp_path)
+    undisturbed = run_ranks(2, save, run, folder)[0]
+    resumed = run_ranks(2, resume, run, folder)[0]
+    expect_equal(resumed, undisturbed)
+
+    on_two, on_one = (run_ranks(size, read, run, folder)[0] for size in (2, 1))
+    expect_equal(on_one, on_two)
+    assert on_two.contents.states
+    assert bool(on_two.histories) == (name == "delayed")
+    assert all(history.any() for history in on_two.histories[::3])
+
+
+def test_layers_at_the_ends_and_what_is_no_hidden_layer_stay_in_bf16() -> None:
+    recipe = replace(RECIPES["blockwise"], first_last_layers_bf16=True, num_layers_at_end_in_bf16=0)
+
+    def names(model: TransformerConfig) -> set[str]:
+        engine = Run(recipe, model).engine()
+        return {
+            name
+            for name, module in engine.model.named_modules()
+            if getattr(module, "recipe", None) is not None
+        }
+
+    attention = {"linear_qkv", "linear_proj"}
+    found = [run_ranks(1, names, model)[0] for model in (DENSE, MIXTURE)]
+    assert found[0] == {
+        *(f"decoder.layers.{n}.self_attention.{name}" for n in (1, 2) for name in attention),
+        *(f"decoder.layers.{n}.mlp.linear_fc{k}" for n in (1, 2) for k in (1, 2)),
+    }
+    assert found[1] == {
+        *(f"decoder.layers.1.self_attention.{name}" for name in attention),
+        *(
+            f"decoder.layers.1.mlp.{part}.linear_fc{k}"
+            for part in ("experts", "shared_experts")
+            for k in (1, 2)
+        ),
+    }

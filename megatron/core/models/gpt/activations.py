@@ -1,7 +1,8 @@
 """How much memory a model's forward keeps for its backward, from its shapes.
 
 Counted tensor by tensor, as the modules' forwards leave them to autograd: inputs of matrix products
-and norms, what attention's kernel reads, both factors of a gate. Statistics of rows (a mean, a
+and norms, what attention's kernel reads, both factors of a gate. In low precision, a projection
+keeps the codes of its input. Statistics of rows (a mean, a
 log-sum-exp) and the angles of positions are left out, being a few bytes a token. So are the blocks
 that windowed attention cuts, and dropout masks of attention.
 """
@@ -9,7 +10,7 @@ that windowed attention cuts, and dropout masks of attention.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megatron.core.transformer.delta_rule import state_nbytes
 from megatron.core.transformer.linear_cross_entropy import BLOCK_NUMEL, sizes_for
@@ -46,6 +47,8 @@ class Microbatch:
         gathers: whether these ranks keep slices of all heads instead.
         tensor_size: ranks that divide each layer. What a layer keeps of all positions for some
             heads or channels takes as much as all of them for some positions.
+        code_nbytes: bytes, with scales, of an element that a projection keeps in low precision;
+            None: projections keep their inputs as they are.
     """
 
     size: int
@@ -56,6 +59,20 @@ class Microbatch:
     context_size: int = 1
     gathers: bool = False
     tensor_size: int = 1
+    code_nbytes: float | None = None
+
+    def projected(self, size: int) -> float:
+        """Bytes a token of a projection's input, of `size` channels, that nothing else keeps."""
+        return size * (self.itemsize if self.code_nbytes is None else self.code_nbytes)
+
+    def gathered(self, size: int) -> float:
+        """The same of a projection that ranks divide. In low precision it keeps all positions."""
+        copies = 1 if self.code_nbytes is None else self.tensor_size
+        return copies * self.projected(size)
+
+    def projected_beside(self, size: int) -> float:
+        """Bytes a token of a projection's input that something else keeps as it is, too."""
+        return 0 if self.code_nbytes is None else size * self.code_nbytes
 
     @property
     def num_tokens(self) -> int:
@@ -105,6 +122,7 @@ def activation_bytes(
     vocab_size: int,
     batch: Microbatch,
     recompute_granularity: str | None = None,
+    num_bf16_layers: tuple[int, int] = (0, 0),
 ) -> ActivationBytes:
     """Bytes that a training step with a loss in one number keeps; see `weighted_cross_entropy`.
 
@@ -112,8 +130,14 @@ def activation_bytes(
         vocab_size: rows of the output projection.
         recompute_granularity: see TransformerConfig; "selective" recomputes only what no other
             operation keeps anyway.
+        num_bf16_layers: layers at the start and at the end that are not in low precision.
     """
-    whole = [_layer(layer, spec.hidden_size, batch) for layer in spec.layers]
+    first, last = num_bf16_layers[0], len(spec.layers) - num_bf16_layers[1]
+    in_bf16 = replace(batch, code_nbytes=None)
+    whole = [
+        _layer(layer, spec.hidden_size, batch if first <= number < last else in_bf16)
+        for number, layer in enumerate(spec.layers)
+    ]
     layers, recomputed = whole, 0
     if recompute_granularity == "full":
         of_input = batch.num_tokens * batch.itemsize * spec.hidden_size
@@ -146,13 +170,22 @@ def _layer(spec: LayerSpec, hidden_size: int, batch: Microbatch) -> int:
     """Of one layer."""
     # The residual stream before each norm, and the norms' outputs, which projections read.
     of_norm = _norm_input(spec.norm, hidden_size, batch.itemsize, batch)
-    per_token = 2 * (of_norm + hidden_size * batch.itemsize)
+    per_token = 2.0 * of_norm
+    # A delta net's projection, and a router, read the norm's output as it is.
+    for is_read_as_it_is in (
+        isinstance(spec.mixer, GatedDeltaNetSpec),
+        isinstance(spec.feed_forward, MoeSpec),
+    ):
+        of_output = hidden_size * batch.itemsize
+        per_token += of_output if is_read_as_it_is else batch.gathered(hidden_size)
     if spec.post_norm is not None:
         per_token += 2 * _norm_input(spec.post_norm, hidden_size, batch.itemsize, batch)
     if spec.dropout:
         per_token += 2 * hidden_size  # masks, of a byte an element
     per_token += _mixer(spec.mixer, batch) + _feed_forward(spec.feed_forward, hidden_size, batch)
-    nbytes = batch.num_tokens * per_token
+    if isinstance(spec.mixer, LatentAttentionSpec):
+        per_token += batch.projected_beside(hidden_size)  # two projections read it
+    nbytes = math.ceil(batch.num_tokens * per_token)
     if isinstance(spec.mixer, GatedDeltaNetSpec):
         nbytes += _delta_states(spec.mixer, batch)
     return nbytes
@@ -170,7 +203,7 @@ def _norm_input(spec: NormSpec, size: int, itemsize: int, batch: Microbatch) -> 
     return size * (_FP32 if spec.is_zero_centered and batch.itemsize < _FP32 else itemsize)
 
 
-def _mixer(spec: Mixer, batch: Microbatch) -> int:
+def _mixer(spec: Mixer, batch: Microbatch) -> float:
     """Bytes a token of one mixer, but for states of delta nets."""
     if isinstance(spec, GatedDeltaNetSpec):
         return _delta_net(spec, batch)
@@ -179,7 +212,7 @@ def _mixer(spec: Mixer, batch: Microbatch) -> int:
     return _attention(spec, batch)
 
 
-def _attention(spec: AttentionSpec, batch: Microbatch) -> int:
+def _attention(spec: AttentionSpec, batch: Microbatch) -> float:
     query, key_value = spec.query_size, spec.key_value_size
     # The projection, of which values and gates are views; the result, which the next projection
     # reads in rows.
@@ -188,15 +221,18 @@ def _attention(spec: AttentionSpec, batch: Microbatch) -> int:
         elements += query + key_value
     if spec.has_output_gate:
         # The gates themselves, their sigmoids, and the product.
-        elements += 3 * query
+        elements += 2 * query
+        of_product = batch.projected(query)
+    else:
+        of_product = batch.projected_beside(query)
     elements += 2 * key_value * (batch.num_head_copies(spec.num_key_value_heads) - 1)
-    nbytes = elements * batch.itemsize
+    nbytes = elements * batch.itemsize + of_product
     if spec.qk_norm is not None:
         nbytes += _norm_input(spec.qk_norm, query + key_value, 0, batch)
     return nbytes
 
 
-def _latent_attention(spec: LatentAttentionSpec, batch: Microbatch) -> int:
+def _latent_attention(spec: LatentAttentionSpec, batch: Microbatch) -> float:
     # Both latents, or what becomes of them in a norm; queries, keys, values and the result of the
     # heads, these padded to the queries' channels, unless a GPU takes both widths; the result in
     # rows.
@@ -204,7 +240,8 @@ def _latent_attention(spec: LatentAttentionSpec, batch: Microbatch) -> int:
     # Those of keys and values, of all positions on each rank.
     gathered = batch.tensor_size * (spec.key_value_rank + spec.rotary_dim)
     copied = (spec.query_size + spec.value_size) * (batch.num_head_copies(spec.num_heads) - 1)
-    nbytes = (latents + 4 * spec.query_size + spec.value_size + copied) * batch.itemsize
+    nbytes = (4 * spec.query_size + copied) * batch.itemsize
+    nbytes += batch.projected(latents) + batch.projected(spec.value_size)
     if batch.tensor_size > 1:
         nbytes += gathered * batch.itemsize
     if spec.latent_norm is not None:
@@ -212,14 +249,15 @@ def _latent_attention(spec: LatentAttentionSpec, batch: Microbatch) -> int:
     return nbytes
 
 
-def _delta_net(spec: GatedDeltaNetSpec, batch: Microbatch) -> int:
+def _delta_net(spec: GatedDeltaNetSpec, batch: Microbatch) -> float:
     key = spec.key_size * batch.num_head_copies(spec.num_key_heads)
     value, heads = spec.value_size, spec.num_value_heads
     # The projection, the convolution's output, and the input of the output's projection.
-    elements = (2 * key + 2 * value + 2 * heads) + (2 * key + value) + value
+    elements = (2 * key + 2 * value + 2 * heads) + (2 * key + value)
     # The gated norm of the heads' outputs is composed in fp32; rates and decays are fp32.
     copies = 4 if batch.itemsize == _FP32 else 5
-    return elements * batch.itemsize + _FP32 * (copies * value + 5 * heads)
+    of_floats = _FP32 * (copies * value + 5 * heads)
+    return elements * batch.itemsize + batch.projected(value) + of_floats
 
 
 def _delta_states(spec: GatedDeltaNetSpec, batch: Microbatch) -> int:
@@ -233,27 +271,30 @@ def _delta_states(spec: GatedDeltaNetSpec, batch: Microbatch) -> int:
     return states + heads * spec.key_head_dim**2 * _FP32
 
 
-def _feed_forward(spec: FeedForward, hidden_size: int, batch: Microbatch) -> int:
+def _feed_forward(spec: FeedForward, hidden_size: int, batch: Microbatch) -> float:
     """Bytes a token of one feed-forward network."""
     if isinstance(spec, DenseSpec):
-        return _dense(spec) * batch.itemsize
+        return _dense(spec, batch)
     return _mixture(spec, hidden_size, batch)
 
 
-def _dense(spec: DenseSpec) -> int:
-    """Elements a token of one MLP, but for its input."""
+def _dense(spec: DenseSpec, batch: Microbatch) -> float:
+    """Bytes a token of one MLP, but for its input."""
+    inner = batch.projected(spec.size)  # the activation's output, or the product with up
     if not spec.is_gated:
-        return 2 * spec.size  # the activation's input, and its output
+        return spec.size * batch.itemsize + inner  # the activation's input
     clamped = 2 * spec.size if spec.clamp is not None or spec.up_offset else 0
-    return 4 * spec.size + clamped  # gate, up, the gate's activation, the product
+    return (3 * spec.size + clamped) * batch.itemsize + inner  # gate, up, the gate's activation
 
 
-def _mixture(spec: MoeSpec, hidden_size: int, batch: Microbatch) -> int:
+def _mixture(spec: MoeSpec, hidden_size: int, batch: Microbatch) -> float:
     top_k, num_experts = spec.router.top_k, spec.router.num_experts
     # Tokens in the order of experts, and what experts make of them; twice where they travel.
-    copies = 4 if batch.exchanges_tokens else 2
-    elements = top_k * (copies * hidden_size + _dense(spec.expert))
+    others = 3 if batch.exchanges_tokens else 1
+    of_tokens = batch.projected(hidden_size) + others * hidden_size * batch.itemsize
+    nbytes = top_k * (of_tokens + _dense(spec.expert, batch))
     if spec.shared is not None:
-        elements += _dense(spec.shared) + (hidden_size if spec.has_shared_gate else 0)
+        nbytes += _dense(spec.shared, batch) + batch.projected_beside(hidden_size)
+        nbytes += hidden_size * batch.itemsize if spec.has_shared_gate else 0
     # Scores and the choice: a number for each expert, an index and a weight for each chosen one.
-    return elements * batch.itemsize + _FP32 * num_experts + 16 * top_k
+    return nbytes + _FP32 * num_experts + 16 * top_k

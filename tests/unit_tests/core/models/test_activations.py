@@ -13,6 +13,8 @@ import torch.distributed as dist
 from megatron.core import products
 from megatron.core.distributed.context import divide_context
 from megatron.core.distributed.tensor import divide_tensor
+from megatron.core.layer_execution import use_recipe
+from megatron.core.low_precision.recipes import Recipe, recipe_named
 from megatron.core.models.gpt.activations import Microbatch, activation_bytes
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.config import TransformerConfig
@@ -68,12 +70,15 @@ def _saved(
     comm_type: str | None = None,
     *,
     divides_layers: bool = False,
+    recipe: Recipe | None = None,
 ) -> int:
     """The bytes that a training forward leaves, each storage once, without weights; with
     `comm_type` all ranks divide the sequences, with `divides_layers` the layers.
     """
     torch.manual_seed(0)
     model = GPTModel(config, VOCAB).to(dtype)
+    if recipe is not None:
+        use_recipe(model, recipe)
     if comm_type is not None:
         divide_context(model, dist.group.WORLD, comm_type)
     if divides_layers:
@@ -105,6 +110,23 @@ def test_the_count_is_what_autograd_keeps(monkeypatch, model, dtype):
     counted = activation_bytes(model_spec(config), VOCAB, batch, config.recompute_granularity)
     # Statistics of rows are not counted, and the residual stream is not kept apart from norms.
     assert counted.kept == pytest.approx(_saved(config, dtype), rel=0.03)
+
+
+@pytest.mark.parametrize("name", ["tensorwise", "rowwise", "blockwise", "mxfp8", "nvfp4"])
+@pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
+def test_the_count_in_low_precision_is_what_autograd_keeps(monkeypatch, model, name):
+    monkeypatch.setattr(products, "_SLOW_DTYPES", frozenset())
+    config, recipe = TransformerConfig(**{**BASE, **model}), recipe_named(name)
+    batch = Microbatch(SIZE, SEQ, 2, "cpu", code_nbytes=recipe.kept_nbytes)
+    counted = activation_bytes(model_spec(config), VOCAB, batch, config.recompute_granularity)
+    # Besides, experts' tokens are padded to whole tiles.
+    saved = _saved(config, torch.bfloat16, recipe=recipe)
+    assert counted.kept == pytest.approx(saved, rel=0.05)
+    if config.recompute_granularity is None:
+        assert (
+            counted.kept
+            < activation_bytes(model_spec(config), VOCAB, replace(batch, code_nbytes=None)).kept
+        )
 
 
 @pytest.mark.parametrize("comm_type", ["a2a", "all_gather"])
