@@ -142,7 +142,7 @@ class _Linear(torch.autograd.Function):
     def forward(
         ctx: Any,
         tokens: Tensor,
-        weight: Tensor,  # noqa: ARG004  read from the layer
+        weight: Tensor,
         bias: Tensor | None,
         layer: _Layer,
     ) -> Tensor:

@@ -51,6 +51,7 @@ SHARDINGS: dict[str, dict[str, Any]] = {
     "ZeRO-3": {},
     "HFSDP": {"num_distributed_optimizer_instances": 2, "outer_dp_sharding_strategy": "optim"},
     "experts divided": {"expert_model_parallel_size": 2},
+    "layers divided": {"tensor_model_parallel_size": 2},
 }
 
 
