@@ -87,11 +87,13 @@ def engine_for(
     return engine
 
 
-def train(engine: ModuleEngine, steps: range) -> list[tuple[float, float]]:
-    """The loss and the gradients' norm of each step of two microbatches."""
+def train(engine: ModuleEngine, steps: range, tensor_size: int = 1) -> list[tuple[float, float]]:
+    """The loss and the gradients' norm of each step of two microbatches, which `tensor_size` ranks
+    share.
+    """
     found = []
     for step in steps:
-        generator = torch.Generator().manual_seed(1000 * step + dist.get_rank())
+        generator = torch.Generator().manual_seed(1000 * step + dist.get_rank() // tensor_size)
         windows = torch.randint(VOCAB, (2, 2, 13), generator=generator)
         batches = [
             {"tokens": w[:, :-1].contiguous(), "labels": w[:, 1:].contiguous()} for w in windows
@@ -110,8 +112,9 @@ def expect_same(found: list[tuple[float, float]], expected: list[tuple[float, fl
 
 def _same(recipe: str, options: dict[str, Any]) -> None:
     plain, gathering = (engine_for(gathers, recipe, **options) for gathers in (False, True))
-    expected = train(plain, range(3))
-    expect_same(train(gathering, range(3)), expected)
+    tensor_size = options.get("tensor_model_parallel_size", 1)
+    expected = train(plain, range(3), tensor_size)
+    expect_same(train(gathering, range(3), tensor_size), expected)
     assert differing(contents_of(gathering), contents_of(plain)) == []
 
 
