@@ -22,7 +22,7 @@ from megatron.training.config import EngineConfig
 from megatron.training.engine import SaveLoadMeta
 from megatron.training.engines import ModuleEngine, build_engine
 from tests.helpers.engine_contents import Contents, contents_of, differing
-from tests.helpers.ranks import random_delays, run_ranks
+from tests.helpers.ranks import random_delays, rank_device, run_ranks
 
 VOCAB = 64
 SIZES: dict[str, Any] = {
@@ -80,7 +80,9 @@ def engine_for(
         low_precision=LowPrecisionConfig(fp8_format="hybrid", fp8_recipe=recipe),
     )
     options = {**SIZES, **(MIXTURE if "expert_model_parallel_size" in parallel else {})}
-    engine = build_engine(config, Device("cpu"), build_mesh("cpu", dist.get_world_size()))
+    own, world_size = rank_device(), dist.get_world_size()
+    device, mesh = Device(own.type, own.index or 0), build_mesh(own.type, world_size)
+    engine = build_engine(config, device, mesh, num_local_ranks=world_size)
     engine.initialize(lambda: GPTModel(TransformerConfig(**options), VOCAB))
     groups = {id(group): group for p in engine.model.parameters() if (group := group_of(p))}
     assert gathers_codes == any(group.codes is not None for group in groups.values())

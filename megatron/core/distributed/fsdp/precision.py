@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -90,7 +91,8 @@ class MixedPrecisionPolicy:
             for name, dtype in self._dtypes.items()
             if dtype is not None and dtype.itemsize < torch.float32.itemsize
         ]
-        return dataclasses.replace(self, **dict.fromkeys(narrow, torch.float32))
+        changes: dict[str, Any] = dict.fromkeys(narrow, torch.float32)
+        return dataclasses.replace(self, **changes)
 
 
 def known(dtype: torch.dtype | None) -> torch.dtype:
