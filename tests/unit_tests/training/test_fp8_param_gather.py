@@ -17,6 +17,7 @@ from megatron.core.mesh import build_mesh
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer.config import OptimizerConfig
 from megatron.core.optimizer.lr_schedule import LRScheduleConfig
+from megatron.core.options import ConfigError
 from megatron.core.transformer.config import TransformerConfig
 from megatron.training.config import EngineConfig
 from megatron.training.engine import SaveLoadMeta
@@ -44,6 +45,7 @@ MIXTURE = {
     "moe_shared_expert_intermediate_size": 64,
 }
 RECIPES = ["blockwise", "tensorwise"]
+BLOCKWISE = {"fp8_format": "e4m3", "fp8_recipe": "blockwise"}
 ON_DEVICE = OptimizerConfig()
 SHARDINGS: dict[str, dict[str, Any]] = {
     "ZeRO-1": {"data_parallel_sharding_strategy": "optim"},
@@ -174,6 +176,38 @@ def _sent_up() -> tuple[int, int]:
 def test_a_byte_an_element_goes_up_to_the_device() -> None:
     for nbytes, numel in run_ranks(2, _sent_up):
         assert nbytes == numel > 0
+
+
+@pytest.mark.parametrize(
+    ("low_precision", "optimizer"),
+    [
+        pytest.param({}, {}, id="no recipe"),
+        pytest.param({"fp8_format": "e4m3"}, {}, id="a history"),
+        pytest.param({"fp4_format": "e2m1"}, {}, id="two codes a byte"),
+        pytest.param(BLOCKWISE, {"main_params_dtype": "bf16"}, id="bf16 main weights"),
+        pytest.param(
+            BLOCKWISE,
+            {
+                "optimizer_cpu_offload": True,
+                "overlap_cpu_optimizer_d2h_h2d": True,
+                "optimizer_update_on_device": 0.5,
+            },
+            id="states that pass through the device",
+        ),
+    ],
+)
+def test_what_does_not_go_with_codes_is_refused(
+    low_precision: dict[str, Any], optimizer: dict[str, Any]
+) -> None:
+    with pytest.raises(ConfigError, match="--fp8-param-gather"):
+        EngineConfig(
+            OptimizerConfig(**optimizer),
+            LRScheduleConfig(lr=1e-2),
+            DataParallelConfig(fp8_param_gather=True),
+            train_iters=1,
+            compute_dtype="bf16",
+            low_precision=LowPrecisionConfig(**low_precision),
+        )
 
 
 def _saved(folder: str, gathers_codes: bool, optimizer: OptimizerConfig) -> Contents:

@@ -161,6 +161,13 @@ def test_a_weight_without_memory_reads_as_nan() -> None:
     assert local_tensor(model[0].up.weight).dtype == FP32
 
 
+@on_ranks(2)
+def test_recipes_whose_codes_cannot_be_gathered_are_named() -> None:
+    for recipe in ("delayed", "nvfp4"):
+        with pytest.raises(NotImplementedError, match=recipe):
+            fully_shard(Layer(recipe), mixed_precision_policy=policy(True))
+
+
 class Weights(nn.Sequential):
     """Nothing but weights that are kept as codes."""
 
