@@ -31,7 +31,7 @@ from megatron.core.distributed.fsdp.group_weights import WeightBuffers
 from megatron.core.low_precision.scaling import QuantizedWeight
 
 # Elements that are quantized at a time: on the CPU so few that their copies stay in the caches.
-_CHUNK_NUMEL, _DEVICE_CHUNK_NUMEL = 1 << 18, 1 << 24
+_CHUNK_NUMEL, _DEVICE_CHUNK_NUMEL = 1 << 18, 1 << 22
 
 
 class _Part(NamedTuple):
