@@ -14,7 +14,7 @@ from tests.simulated_accelerator.helpers.behaviours import (
     Behaviour,
     these_behaviours,
 )
-from tests.unit_tests.training.test_fp8_param_gather import (
+from tests.unit_tests.training.helpers.code_runs import (
     ON_DEVICE,
     engine_for,
     expect_same,
