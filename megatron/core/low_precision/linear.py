@@ -121,7 +121,8 @@ class _Layer:
         return operand.t() if is_swapped else operand
 
     def _matrix(self, expert: int) -> Tensor:
-        return self.weight.detach().unflatten(0, (len(self.sizes), -1))[expert]
+        matrices: Tensor = self.weight.detach().unflatten(0, (len(self.sizes), -1))
+        return matrices[expert]
 
     def _gathered(self, expert: int) -> Operand | None:
         quantized: QuantizedWeight | None = getattr(self.weight, "quantized", None)

@@ -304,7 +304,8 @@ def _column_tiles(matrix: Tensor, tile: int | None) -> Tensor:
     size = max(1, columns) if tile is None else tile
     if columns % size:
         matrix = F.pad(matrix, (0, -columns % size))
-    return matrix.unflatten(1, (-1, size))
+    tiles: Tensor = matrix.unflatten(1, (-1, size))
+    return tiles
 
 
 def _of_rows(scales: Tensor, tile: int | None, num_rows: int) -> Tensor:

@@ -122,8 +122,8 @@ class Trained(NamedTuple):
     histories: list[torch.Tensor]
 
 
-def train(engine: ModuleEngine, steps: range) -> list[float]:
-    """Trains on two microbatches a step, which ranks share."""
+def train(engine: ModuleEngine, steps: range, *, share: bool = True) -> list[float]:
+    """Trains on two microbatches a step, which ranks share, or which each of them has."""
 
     def forward_step(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         tokens = batch["tokens"]
@@ -134,7 +134,7 @@ def train(engine: ModuleEngine, steps: range) -> list[float]:
     for step in steps:
         generator = torch.Generator().manual_seed(step)
         tokens = torch.randint(VOCAB, (2, 2, SEQ + 1), generator=generator)
-        own = tokens[dist.get_rank() :: dist.get_world_size()]
+        own = tokens[dist.get_rank() :: dist.get_world_size()] if share else tokens
         found.append(engine.train_batch([{"tokens": one} for one in own], forward_step).loss)
     return found
 
@@ -209,6 +209,24 @@ def test_mixtures_and_hybrids_train_on_two_ranks_as_on_one(name: str, model: str
     assert sharded.losses == pytest.approx(alone.losses, rel=1e-5)
     assert alone.losses != in_bf16.losses
     assert alone.losses == pytest.approx(in_bf16.losses, rel=0.05)
+
+
+def test_tensor_parallel_ranks_train_with_the_scales_of_their_parts() -> None:
+    recipe = RECIPES["delayed"]
+    (alone,) = results(1, Run(recipe))
+    parallel = {"tensor_model_parallel_size": 2}
+
+    def train_divided() -> tuple[list[float], list[torch.Tensor]]:
+        # Both ranks have all samples.
+        run = Run(recipe, parallel=parallel)
+        engine = run.engine()
+        found = train(engine, range(3), share=False)
+        return found, trained(engine, range(0)).histories
+
+    (losses, histories), (others, same) = run_ranks(2, train_divided)
+    assert losses == others
+    assert losses == pytest.approx(alone.losses[:3], rel=1e-2)
+    assert all(torch.equal(*pair) for pair in zip(histories, same, strict=True))
 
 
 def save(run: Run, folder: str) -> Trained:

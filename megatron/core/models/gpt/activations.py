@@ -240,8 +240,8 @@ def _latent_attention(spec: LatentAttentionSpec, batch: Microbatch) -> float:
     # Those of keys and values, of all positions on each rank.
     gathered = batch.tensor_size * (spec.key_value_rank + spec.rotary_dim)
     copied = (spec.query_size + spec.value_size) * (batch.num_head_copies(spec.num_heads) - 1)
-    nbytes = (4 * spec.query_size + copied) * batch.itemsize
-    nbytes += batch.projected(latents) + batch.projected(spec.value_size)
+    of_inputs = batch.projected(latents) + batch.projected(spec.value_size)
+    nbytes = of_inputs + (4 * spec.query_size + copied) * batch.itemsize
     if batch.tensor_size > 1:
         nbytes += gathered * batch.itemsize
     if spec.latent_norm is not None:
