@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tests.helpers.ranks import run_ranks
 from tests.simulated_accelerator.helpers.behaviours import (
@@ -19,6 +18,7 @@ from tests.unit_tests.training.helpers.code_runs import (
     engine_for,
     expect_same,
     on_host,
+    same_attention,
     train,
 )
 
@@ -26,7 +26,7 @@ OPTIMIZERS = {"on the device": ON_DEVICE, "half on the host": on_host(0.5)}
 
 
 def _same(name: str, behaviour: Behaviour) -> None:
-    with behaviour.applied(), sdpa_kernel(SDPBackend.MATH):
+    with behaviour.applied(), same_attention():
         expected = train(engine_for(False), range(4))
         expect_same(train(engine_for(True, optimizer=OPTIMIZERS[name]), range(4)), expected)
 

@@ -8,9 +8,9 @@ not asked by names: `_has_operator` multiplies two small matrices once and compa
 
     scales               device                     constraints
     whole matrix, rows   CPU                        none
-    whole matrix, rows   GPU, from Ada on           Both operands contiguous along what is summed
-                                                    over (Blackwell takes others, too); inner size
-                                                    and columns multiples of 16; not e5m2 x e5m2.
+    whole matrix, rows   GPU, from Ada on           Both operands contiguous along the inner
+                                                    size (Blackwell takes others, too), which is a
+                                                    multiple of 16, as columns are; not e5m2 x e5m2.
     1 x 128, 128 x 128   Hopper, CUDA from 12.9 on  Scales of 1 x 128 are stored column by column;
                                                     those of 128 x 128 row by row, their rows padded
                                                     to a multiple of 4; not 128 x 128 times itself.

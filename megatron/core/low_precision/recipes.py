@@ -1,7 +1,7 @@
 """The recipes: which scaling each operand of a linear layer has.
 
-A layer of weight [out, in] computes three products, each of two operands that are quantised along
-what is summed over:
+A layer of weight [out, in] computes three products. Both operands of a product are quantised along
+the dimension that it sums over:
 
     fprop   outputs [tokens, out]    inputs [tokens, in]      weight [out, in]
     dgrad   gradient [tokens, in]    gradient [tokens, out]   weight, transposed [in, out]

@@ -1,7 +1,7 @@
 """How a matrix is quantised: tiles with one scale each, and a cast.
 
-A tile is a box of rows and columns of the matrix [rows, reduction], whose columns are what a
-product sums over. A weight [5, 300] with tiles of 2 x 128:
+A tile is a box of rows and columns of a matrix [rows, reduction]; a product sums over the columns.
+A weight [5, 300] with tiles of 2 x 128:
 
     maxima, scales [3, 3]     rows 0 1 | 2 3 | 4     columns 0 .. 127 | 128 .. 255 | 256 .. 299
 
@@ -87,7 +87,7 @@ class Scaling:
 
     @property
     def largest(self) -> float:
-        """What a tile's maximum is scaled to."""
+        """The value that the maximum of a tile is scaled to."""
         return self.format.largest * 2.0**-self.margin
 
     def maxima_of(self, matrix: Tensor) -> Tensor:
@@ -127,8 +127,8 @@ class Scaling:
         return encode(values, self.format, noise)
 
     def scales_of(self, maxima: Tensor) -> tuple[Tensor, Tensor]:
-        """What the values of each tile of one matrix are multiplied by before the cast, fp32, and
-        what its decoded codes are multiplied by, fp32 or e8m0. Both of the shape of `maxima`.
+        """The multipliers of each tile of one matrix: of values before the cast, fp32, and of
+        decoded codes, fp32 or e8m0. Both have the shape of `maxima`.
         """
         if self.kind is ScaleKind.TWO_LEVELS:
             return _two_levels(maxima)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megatron.core.device import Device
 from megatron.core.distributed.config import DataParallelConfig
@@ -75,6 +77,11 @@ def engine_for(
     groups = {id(group): group for p in engine.model.parameters() if (group := group_of(p))}
     assert gathers_codes == any(group.codes is not None for group in groups.values())
     return engine
+
+
+def same_attention() -> AbstractContextManager[None]:
+    """While open, every kind of device computes attention by the same kernel."""
+    return sdpa_kernel(SDPBackend.MATH)
 
 
 def train(engine: ModuleEngine, steps: range, tensor_size: int = 1) -> list[tuple[float, float]]:
