@@ -87,6 +87,18 @@ def recipe_of(config: LowPrecisionConfig) -> Recipe | None:
     )
 
 
+def use_low_precision(model: nn.Module, config: LowPrecisionConfig, *, gathers_codes: bool) -> None:
+    """Has a model that is not sharded yet compute by the recipe that the flags describe, if any.
+
+    Args:
+        gathers_codes: whether FSDP will gather weights as codes, which serve both directions.
+    """
+    recipe = recipe_of(config)
+    if recipe is not None:
+        recipe = recipe.with_one_plane() if gathers_codes else recipe
+        use_recipe(model, recipe, *config.num_bf16_layers)
+
+
 def use_recipe(
     model: nn.Module, recipe: Recipe, num_at_start: int = 0, num_at_end: int = 0
 ) -> None:

@@ -332,11 +332,24 @@ class EngineConfig:
         )
         if self.low_precision.recipe is not None:
             self._check_low_precision(self.low_precision.flag)
+        if self.parallel.fp8_param_gather:
+            self._check_param_gather()
 
     def _check_low_precision(self, flag: str) -> None:
         expect(self.compute_dtype == "bf16", flag, "--bf16", f"--{self.compute_dtype}")
         compiles = self.execution.compile_layers
         expect(not compiles, "--compile-layers", f"layers that are bf16, without {flag}", compiles)
+
+    def _check_param_gather(self) -> None:
+        flag, recipe = "--fp8-param-gather", self.low_precision.recipe
+        can_gather = recipe not in (None, "delayed", "nvfp4")
+        expected = "--fp8-format with --fp8-recipe tensorwise, rowwise, blockwise or mxfp8"
+        expect(can_gather, flag, expected, recipe)
+        dtype, share = self.optimizer.main_params_dtype, self.optimizer.optimizer_update_on_device
+        expect(dtype == "fp32", flag, "--main-params-dtype fp32", dtype)
+        expect(share == 0, flag, "--optimizer-update-on-device 0", share)
+        is_host_muon = self.optimizer.optimizer == "muon" and self.optimizer.optimizer_cpu_offload
+        expect(not is_host_muon, flag, "another optimizer than an offloaded muon", "muon")
 
 
 @dataclass(frozen=True)

@@ -38,8 +38,7 @@ from megatron.core.layer_execution import (
     check_execution,
     host_needs,
     prepare_layers,
-    recipe_of,
-    use_recipe,
+    use_low_precision,
 )
 from megatron.core.log import counted
 from megatron.core.materialize import materialize, seeded_reset
@@ -144,9 +143,8 @@ class ModuleEngine:
             with torch.device("meta"):
                 model = model()
 
-        recipe = recipe_of(self.config.low_precision)
-        if recipe is not None:
-            use_recipe(model, recipe, *self.config.low_precision.num_bf16_layers)
+        gathers_codes = self.config.parallel.fp8_param_gather
+        use_low_precision(model, self.config.low_precision, gathers_codes=gathers_codes)
         num_parameters = sum(parameter.numel() for parameter in model.parameters())
         config = with_known_fraction(self.config, model, self.device, self.mesh)
         self.config = config

@@ -9,6 +9,7 @@ from itertools import pairwise
 
 import torch
 
+from megatron.core.layer_execution import use_low_precision
 from megatron.core.models.gpt.activations import Microbatch
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer.config import AUTO
@@ -192,6 +193,8 @@ def _model_on_meta(config: RunConfig) -> GPTModel:
     with torch.device("meta"):
         model = GPTModel(config.model, vocab_size)
     freeze(model, split_names(config.training.freeze or ()), "--freeze")
+    gathers_codes = config.parallel.fp8_param_gather
+    use_low_precision(model, config.low_precision, gathers_codes=gathers_codes)
     return model
 
 

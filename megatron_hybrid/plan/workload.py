@@ -198,11 +198,11 @@ def _parts(run: PlannedRun, fraction: float | None) -> list[_Part]:
                 gathered_forward=gathered if is_gathered else 0,
                 gathered_backward=gathered if is_gathered and reshards else 0,
                 reduced=group.reduced_nbytes,
-                gathered_once=0 if is_gathered else gathered,
+                gathered_once=group.maxima_nbytes + (0 if is_gathered else gathered),
                 reduced_once=group.reduced_last_nbytes,
             )
             numel = group.optimizer_numel if group.requires_grad else 0
-            dtypes = group.main_dtype, group.grad_dtype, group.dtype
+            dtypes = group.main_dtype, group.grad_dtype, group.weight_dtype
             parts.append(_Part(unit.name, numel, group.is_on_host, *dtypes, moved))
     return parts
 

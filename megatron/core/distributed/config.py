@@ -121,6 +121,13 @@ class DataParallelConfig:
         choices=(*FLOAT_NAMES, "auto"),
         no_effect_unless="use_megatron_fsdp",
     )
+    fp8_param_gather: bool = option(
+        False,
+        "keep and gather the weights of low-precision layers as fp8 codes, one byte an element, "
+        "quantized after each update",
+        requires="fp8_format",
+        no_effect_unless="use_megatron_fsdp",
+    )
     megatron_fsdp_reshard_after_forward: bool = option(
         True,
         "free a layer's gathered weights after its forward and gather them again for its "

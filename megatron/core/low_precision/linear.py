@@ -143,7 +143,7 @@ class _Linear(torch.autograd.Function):
     def forward(
         ctx: Any,
         tokens: Tensor,
-        weight: Tensor,  # noqa: ARG004  read from the layer
+        weight: Tensor,
         bias: Tensor | None,
         layer: _Layer,
     ) -> Tensor:
@@ -162,7 +162,9 @@ class _Linear(torch.autograd.Function):
                         inputs.t() if recipe.inputs_t is None else recipe.inputs_t.quantize(own.t())
                     )
 
-        ctx.save_for_backward(*(part for one in kept for part in (one.codes, one.scales)))
+        # The weight as well: autograd detects a write to it before backward.
+        parts = [part for one in kept for part in (one.codes, one.scales)]
+        ctx.save_for_backward(weight, *parts)
         ctx.kept = [(one.scaling, one.shape) for one in kept]
         ctx.layer, ctx.dtype = layer, tokens.dtype
         return output
@@ -173,7 +175,7 @@ class _Linear(torch.autograd.Function):
         layer: _Layer = ctx.layer
         recipe, weight = layer.recipe, layer.weight
         wants_tokens, wants_weight, wants_bias, _ = ctx.needs_input_grad
-        parts = ctx.saved_tensors
+        _, *parts = ctx.saved_tensors
         kept = [
             Operand(codes, scales, scaling, shape)
             for codes, scales, (scaling, shape) in zip(

@@ -58,6 +58,13 @@ class Recipe:
     history: HistoryOptions | None = None
 
     @property
+    def can_gather(self) -> bool:
+        """Whether weights can be gathered as codes: a byte an element, scaled by maxima of the
+        weight itself.
+        """
+        return self.history is None and self.weight.format.per_byte == 1
+
+    @property
     def kept_nbytes(self) -> float:
         """Bytes of an element of the inputs that waits for backward, with its share of the scale.
         The few scales of whole rows are left out.

@@ -207,7 +207,7 @@ class _Planner:
                     group.optimizer_numel,
                     group.main_dtype,
                     group.grad_dtype,
-                    group.dtype,
+                    group.weight_dtype,
                     has_main=True,
                     is_watched=any(sharded_axes(group.placements.optimizer)),
                     state_numels=places[id(group)].numels if self._has_parts else None,

@@ -30,6 +30,7 @@ class ExpertLinear(HasSections, nn.Module):
         weight: [experts x rows, columns], where rows are output channels, or input channels if
             `rows_are_inputs`. A rank that holds some experts only has the rows of these.
         bias: [experts x out_features], or None.
+        matrix_rows: rows of one expert's matrix in `weight`.
         recipe, amax_history: see `Linear`.
     """
 
@@ -69,6 +70,7 @@ class ExpertLinear(HasSections, nn.Module):
             for name, own in sections.items()
         }
 
+        self.matrix_rows = rows
         self.weight = nn.Parameter(torch.empty(num_experts * rows, columns))
         self.bias = nn.Parameter(torch.empty(num_experts * out_features)) if bias else None
         if not self.weight.is_meta:

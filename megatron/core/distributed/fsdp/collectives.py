@@ -135,17 +135,19 @@ def _start_together(moves: Sequence[Move]) -> None:
 
 @dataclass(frozen=True)
 class Reduction:
-    """How the ranks' parts become one: (sum or mean) / divisor.
+    """How the ranks' parts become one: (sum or mean) / divisor, or the maximum of each element.
 
     Attributes:
         accumulates: add to the result instead of overwriting it.
         device_dtype: in which a GPU's backend sends and adds; default: the result's.
+        is_maximum: without an average, a divisor and accumulation.
     """
 
-    is_average: bool
+    is_average: bool = False
     divisor: float = 1.0
     accumulates: bool = False
     device_dtype: torch.dtype | None = None
+    is_maximum: bool = False
 
 
 def all_gather(
@@ -336,6 +338,8 @@ def _reduce_scatter_with_backend(
     # In place where the result is not yet `out`, as NCCL allows: it takes no more memory.
     result = out if is_direct else sent.narrow(0, dist.get_rank(group) * out.numel(), out.numel())
     op = dist.ReduceOp.AVG if how.is_average else dist.ReduceOp.SUM
+    if how.is_maximum:
+        op = dist.ReduceOp.MAX
     with issuing(label.describe("reduce-scatter", whole.numel()), whole):
         _reduce_scatter_on_device(result, sent, op=op, group=group)
 
@@ -375,7 +379,10 @@ def _add_up(out: torch.Tensor, parts: list[torch.Tensor], how: Reduction) -> Non
         result = out[begin : begin + _SUM_NUMEL]
         total = result.copy_(first) if is_direct else first.to(dtype, copy=True)
         for piece in others:
-            total.add_(piece)
+            if how.is_maximum:
+                torch.maximum(total, piece, out=total)
+            else:
+                total.add_(piece)
 
         if divisor != 1:
             total.div_(divisor)

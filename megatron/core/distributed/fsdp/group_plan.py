@@ -1,8 +1,8 @@
 """`GroupPlan`: what decides about a parameter group's buffers, and the bytes that they take.
 
     buffer            placements   bytes at rest                       more in use
-    compute weights   parameter    parameter x compute dtype           in_use x compute dtype, where
-                                                                       they are gathered
+    compute weights   parameter    parameter x weight dtype, and the   in_use x weight dtype, where
+                                   scales of codes                     they are gathered
     main weights      optimizer    optimizer x main dtype, or none:    none
                                    see `has_own_main`
     gradients         optimizer    optimizer x gradient dtype, from    in_use x sent dtype, and the
@@ -28,6 +28,8 @@ from torch.distributed.tensor.placement_types import Placement
 from megatron.core.distributed.fsdp.layout import GlobalLayout
 from megatron.core.distributed.fsdp.placement import Placements, sharded_axes
 from megatron.core.distributed.fsdp.precision import MixedPrecisionPolicy, OffloadPolicy, known
+from megatron.core.low_precision.recipes import Recipe
+from megatron.core.low_precision.scaling import WeightQuantizer
 
 THE_MODEL = "the model"  # the name of the unit that has no path
 
@@ -38,10 +40,13 @@ class ParameterPlan:
 
     Attributes:
         fqns: its names, from the module of its unit; a tied parameter has several.
+        matrix_rows: rows of one expert's matrix, of a parameter with those of several; None: it is
+            one matrix.
     """
 
     fqns: tuple[str, ...]
     shape: tuple[int, ...]
+    matrix_rows: int | None = None
 
 
 @dataclass(frozen=True)
@@ -56,6 +61,8 @@ class GroupPlan:
         adds_on_device: whether an accelerator's backend adds gradients up over ranks, in the dtype
             in which it gets them. On the CPU this engine does, in fp32.
         offload: whether the main weights start in host memory, unless they are frozen.
+        recipe: of the layers whose weights are kept and gathered as codes; None: compute weights
+            have their own dtype.
     """
 
     parameters: tuple[ParameterPlan, ...]
@@ -67,6 +74,7 @@ class GroupPlan:
     grad_divisor: float
     offload: OffloadPolicy
     adds_on_device: bool = False
+    recipe: Recipe | None = None
 
     @property
     def is_on_host(self) -> bool:
@@ -77,6 +85,11 @@ class GroupPlan:
     def dtype(self) -> torch.dtype:
         """Of the compute weights."""
         return known(self.policy.compute_dtype)
+
+    @property
+    def weight_dtype(self) -> torch.dtype:
+        """Of the buffers of compute weights: that of their codes, if they are kept as codes."""
+        return self.dtype if self.recipe is None else self.recipe.weight.format.dtype
 
     @property
     def main_dtype(self) -> torch.dtype:
@@ -122,7 +135,7 @@ class GroupPlan:
     @property
     def has_own_main(self) -> bool:
         """Whether main weights have memory apart from that of the compute weights."""
-        return self.is_on_host or self.main_dtype != self.dtype
+        return self.is_on_host or self.main_dtype != self.weight_dtype
 
     @property
     def is_gathered(self) -> bool:
@@ -139,7 +152,30 @@ class GroupPlan:
     @property
     def compute_nbytes(self) -> int:
         """Of the compute weights between uses."""
-        return self._numel(self.placements.parameter) * self.dtype.itemsize
+        numel = self._numel(self.placements.parameter)
+        return numel * self.weight_dtype.itemsize + self.scales_nbytes
+
+    @cached_property
+    def quantizers(self) -> tuple[WeightQuantizer, ...]:
+        """Of each weight; without codes none."""
+        if self.recipe is None:
+            return ()
+        return tuple(self.recipe.weight_quantizer(own.matrix_rows) for own in self.parameters)
+
+    @cached_property
+    def maxima_shapes(self) -> tuple[tuple[int, int], ...]:
+        """The shapes of the maxima of each weight in use; without codes none."""
+        layout = self.layout
+        return tuple(
+            quantizer.maxima_shape((layout.block_rows(index), layout.tensor_shapes[index][1]))
+            for index, quantizer in enumerate(self.quantizers)
+        )
+
+    @cached_property
+    def scales_nbytes(self) -> int:
+        """Of the scales of all codes, which every rank has."""
+        pairs = zip(self.quantizers, self.maxima_shapes, strict=True)
+        return sum(own.scales(torch.empty(shape, device="meta")).nbytes for own, shape in pairs)
 
     @property
     def main_nbytes(self) -> int:
@@ -158,7 +194,7 @@ class GroupPlan:
         """Of the weights in use, where they are another buffer than the weights at rest."""
         if not self.is_gathered:
             return 0
-        return self._numel(self.placements.in_use) * self.dtype.itemsize
+        return self._numel(self.placements.in_use) * self.weight_dtype.itemsize
 
     @property
     def whole_grads_nbytes(self) -> int:
@@ -207,7 +243,36 @@ class GroupPlan:
         """
         begin = self.placements.parameter if self.is_gathered else self.placements.optimizer
         whole = self._numel(self.placements.in_use)
-        return (whole - self._numel(begin)) * self.dtype.itemsize
+        return (whole - self._numel(begin)) * self.weight_dtype.itemsize
+
+    @property
+    def maxima_numel(self) -> int:
+        """Elements of the maxima of all weights, padded so that the ranks can divide them."""
+        numel, ranks = sum(map(math.prod, self.maxima_shapes)), math.prod(self.mesh_shape)
+        return -(-numel // ranks) * ranks
+
+    @property
+    def maxima_axes(self) -> list[int]:
+        """The mesh axes over which the maxima are reduced: those that divide a weight in use."""
+        if self.recipe is None:
+            return []
+        cuts = zip(
+            sharded_axes(self.placements.optimizer),
+            self.placements.is_kept,
+            self.mesh_shape,
+            strict=True,
+        )
+        return [
+            axis
+            for axis, (cut, is_kept, size) in enumerate(cuts)
+            if cut and not is_kept and size > 1
+        ]
+
+    @property
+    def maxima_nbytes(self) -> int:
+        """That this rank sends once a step, for the maxima of codes."""
+        numel, sizes = self.maxima_numel, [self.mesh_shape[axis] for axis in self.maxima_axes]
+        return sum(2 * numel * torch.float32.itemsize * (size - 1) // size for size in sizes)
 
     @property
     def reduced_nbytes(self) -> int:

@@ -46,7 +46,8 @@ class FsdpParameter:
     Attributes:
         fqns: its names, from the module that was sharded.
         owners: the modules that have it, weakly, each with the name it has there.
-        full: over the unsharded compute weights; without memory at rest.
+        full: over the unsharded compute weights; without memory at rest. For weights kept as
+            codes see group_codes.py.
         sharded: a DTensor over this rank's main weights.
     """
 
@@ -129,7 +130,7 @@ class WeightBuffers(NamedTuple):
     @classmethod
     def make(cls, plan: GroupPlan, mesh: DeviceMesh, device: Device) -> WeightBuffers:
         """Allocates them, uninitialised."""
-        placements, layout, dtype = plan.placements, plan.layout, plan.dtype
+        placements, layout, dtype = plan.placements, plan.layout, plan.weight_dtype
 
         def allocate(where: Sequence[Placement], dtype: torch.dtype) -> DBuffer:
             return DBuffer(mesh, where, layout, dtype, device.torch_device)

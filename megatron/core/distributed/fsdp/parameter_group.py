@@ -43,6 +43,7 @@ from megatron.core.distributed.fsdp.gradients import (
     Prepared,
     carry_out_reductions,
 )
+from megatron.core.distributed.fsdp.group_codes import GroupCodes
 from megatron.core.distributed.fsdp.group_plan import THE_MODEL, GroupPlan
 from megatron.core.distributed.fsdp.group_weights import (
     Delivery,
@@ -93,7 +94,7 @@ class Gather(NamedTuple):
     Attributes:
         writes: to the main weights, as counted before: later ones are not in it.
         has_changed: whether the full parameters get other values.
-        is_copied: whether the main weights are copied to the compute weights.
+        is_copied: whether the main weights are copied to the compute weights, or quantized.
         is_scattered: whether other ranks have updated the rest of the compute weights.
         after: events after which it may start; empty without any work.
     """
@@ -109,7 +110,7 @@ class Gather(NamedTuple):
 def _carry_out_gathers(gathers: Sequence[Gather]) -> None:
     # In this order: main weights -> this rank's compute weights -> all at rest -> all in use.
     for group in [gather.group for gather in gathers if gather.is_copied]:
-        group.post_optimizer_model_weight.local_buffer.copy_(group.main_weight.local_buffer)
+        group.copy_updated()
     updated = [gather.group for gather in gathers if gather.is_scattered]
     carry_out([own.move_updated() for own in updated])
     gathered = [gather.group for gather in gathers if gather.group.is_gathered]
@@ -137,6 +138,7 @@ class FsdpParameterGroup:
         delivery: the updates of an optimizer that copies the compute weights to the device itself.
         timeline: is shown gathers, reductions, and waits for them.
         is_on_host: whether the main weights are in host memory, apart from any compute weights.
+        codes: how main weights become codes; None where compute weights have their own dtype.
         layout: of all buffers.
         fsdp_parameters: in the order of the layout's tensors.
     """
@@ -188,6 +190,7 @@ class FsdpParameterGroup:
         self.main_weight, self.model_weight = weights.main, weights.model
         self.post_optimizer_model_weight = weights.post_optimizer_model
         self.unsharded_weight = weights.unsharded
+        self.codes = None if plan.recipe is None else GroupCodes(plan, weights, mesh)
         # The mesh axes over which they are moved.
         self._updated_axes = _axes_between(self.post_optimizer_model_weight, self.model_weight)
         self._gathered_axes = _axes_between(self.model_weight, self.unsharded_weight)
@@ -239,6 +242,11 @@ class FsdpParameterGroup:
     def _sharded(self) -> list[nn.Parameter]:
         return [parameter.sharded for parameter in self.fsdp_parameters]
 
+    def _full_tensors(self) -> list[torch.Tensor]:
+        """All tensors over the full weights that a graph may have saved."""
+        full: list[torch.Tensor] = [parameter.full for parameter in self.fsdp_parameters]
+        return full if self.codes is None else [*full, *self.codes.shown_tensors]
+
     # Forward
 
     def reserve(self) -> None:
@@ -276,9 +284,7 @@ class FsdpParameterGroup:
             group = gather.group
             if gather.has_changed:
                 # A backward of an earlier forward must not use the new values unnoticed.
-                torch.autograd.graph.increment_version(
-                    [parameter.full for parameter in group.fsdp_parameters]
-                )
+                torch.autograd.graph.increment_version(group._full_tensors())
             group._copied = gather.writes
             group.phase, group._reserved = group.phase.to(MemoryPhase.GATHERING), None
 
@@ -311,11 +317,22 @@ class FsdpParameterGroup:
             if ready is None or is_stale:
                 ready = self._device.event()
             after = [ready, *awaited]
+        if is_copied and self.plan.maxima_axes:
+            self._record(self.plan.maxima_axes, Kind.GATHER)
         if is_scattered:
             self._record(self._updated_axes, Kind.GATHER)
         if self.is_gathered:
             self._record(self._gathered_axes, Kind.GATHER)
         return Gather(self, writes, has_changed, is_copied, is_scattered, after)
+
+    def copy_updated(self) -> None:
+        """Makes this rank's part of the compute weights of its main weights, as a lane's work."""
+        target = self.post_optimizer_model_weight
+        if self.codes is None:
+            target.local_buffer.copy_(self.main_weight.local_buffer)
+        else:
+            label = self._label(Kind.GATHER, "maxima of the weights")
+            self.codes.set_scales(self.codes.quantize(self.main_weight, target, label))
 
     def move_updated(self) -> Move:
         """The redistribution of updated compute weights, as a lane's work."""
@@ -524,6 +541,15 @@ class FsdpParameterGroup:
         """Blocks this thread until no update of the main weights is running."""
         self.delivery.synchronize()
 
+    def quantize_on_host(self, codes: DBuffer) -> torch.Tensor:
+        """Writes the codes of main weights in host memory, as a host lane's work. All ranks that
+        divide the weights call it. Returns what `GroupCodes.set_scales` takes.
+        """
+        assert self.codes is not None, "called for weights that are kept as codes"
+        # Another tag than gathers, which another thread may be exchanging over the same group.
+        label = self._label(Kind.STEP, "maxima of updated weights")
+        return self.codes.quantize(self.main_weight, codes, label)
+
     def put_main_weight(self, buffer: DBuffer) -> None:
         """Moves the main weights into another buffer of the same kind, in host memory.
 
@@ -648,9 +674,9 @@ class FsdpParameterGroup:
 
     def _make_parameter(self, index: int, owned: OwnedParameter) -> FsdpParameter:
         # Gathers write to this memory, which autograd must not take for a change of saved tensors.
-        full = nn.Parameter(
-            apart(self.unsharded_weight.get_local_tensor(index)), requires_grad=self.requires_grad
-        )
+        rows = self.unsharded_weight.get_local_tensor(index)
+        whole = apart(rows) if self.codes is None else self.codes.placeholder(rows.shape)
+        full = nn.Parameter(whole, requires_grad=self.requires_grad)
         sharded = sharded_parameter(
             self.main_weight.get_dtensor(index),
             self._device.torch_device,
@@ -661,6 +687,8 @@ class FsdpParameterGroup:
         # What users have set on the original parameter holds for both.
         for parameter in (full, sharded):
             vars(parameter).update(vars(owned.original))
+        if self.codes is not None:
+            self.codes.show(index, full)
         setattr(sharded, _GROUP, weakref.ref(self))
         if self.requires_grad and self.plan.grad_dtype != self.main_weight.dtype:
             # Any dtype; `fully_shard_optimizer` casts for the time of a step.

@@ -23,6 +23,7 @@ from megatron.core.distributed.fsdp.parameter_group import group_of
 from megatron.core.distributed.fsdp.placement import Placements
 from megatron.core.distributed.fsdp.precision import MixedPrecisionPolicy, OffloadPolicy
 from megatron.core.fp32_module import Fp32Module
+from megatron.core.low_precision.recipes import Recipe
 from megatron.core.transformer.tensor_cut import TensorCut
 
 IsSharded = Callable[[nn.Module], bool]
@@ -102,9 +103,10 @@ def plan_groups(
     """The groups of one unit's parameters, in the order of the first of each. Parameters that
     tensor parallelism divides share no group with others, and come last.
 
-    Parameters share a group if they have one dtype, one requires_grad and one policy, unless that
-    takes too much padding; see `_parts`. An `Fp32Module` only costs a group, and its collectives,
-    unless its dtypes differ from its neighbours' anyway.
+    Parameters share a group if they have one dtype, one requires_grad, one policy and, where
+    weights are kept as codes, one recipe, unless that takes too much padding; see `_parts`. An
+    `Fp32Module` only costs a group, and its collectives, unless its dtypes differ from its
+    neighbours' anyway.
 
     Args:
         policy_for: the policy of parameters of a dtype.
@@ -140,19 +142,22 @@ def _groups_of(
         _check_divisible(parameter, cuts.get(parameter.original), placements, num_blocks)
     num_ranks = math.prod(mesh_shape)
     adds_on_device = is_accelerator and num_ranks > num_blocks
-    groups: dict[tuple[MixedPrecisionPolicy, torch.dtype, bool], list[OwnedParameter]] = {}
+    groups: dict[
+        tuple[MixedPrecisionPolicy, torch.dtype, bool, Recipe | None], list[OwnedParameter]
+    ] = {}
     for parameter in owned:
         dtype = parameter.original.dtype
         policy = policy_for(dtype).resolve(dtype, adds_on_device=adds_on_device)
         if any(isinstance(owner, Fp32Module) for owner, _ in parameter.owners):
             policy = policy.at_least_fp32()
-        kind = policy, dtype, parameter.original.requires_grad
+        recipe = _recipe_of(parameter) if policy.gathers_codes else None
+        kind = policy, dtype, parameter.original.requires_grad, recipe
         groups.setdefault(kind, []).append(parameter)
 
     return [
         (
             GroupPlan(
-                tuple(ParameterPlan(p.fqns, tuple(p.original.shape)) for p in own),
+                tuple(_planned(p) for p in own),
                 layout,
                 placements,
                 mesh_shape,
@@ -161,12 +166,37 @@ def _groups_of(
                 grad_divisor,
                 offload,
                 adds_on_device,
+                recipe,
             ),
             own,
         )
-        for (policy, _, requires_grad), together in groups.items()
+        for (policy, _, requires_grad, recipe), together in groups.items()
         for own, layout in _parts(together, cuts, num_ranks, num_blocks)
     ]
+
+
+def _planned(parameter: OwnedParameter) -> ParameterPlan:
+    shape, (owner, _) = tuple(parameter.original.shape), parameter.owners[0]
+    matrix_rows = getattr(owner, "matrix_rows", None) if len(shape) == 2 else None
+    return ParameterPlan(parameter.fqns, shape, matrix_rows)
+
+
+def _recipe_of(parameter: OwnedParameter) -> Recipe | None:
+    """The recipe of a trained weight that all its modules quantize alike; None for others.
+
+    NotImplementedError for recipes whose codes cannot be gathered.
+    """
+    original = parameter.original
+    recipes = {getattr(owner, "recipe", None) for owner, _ in parameter.owners}
+    if original.ndim != 2 or not original.requires_grad or len(recipes) > 1:
+        return None
+    recipe: Recipe | None = recipes.pop()
+    if recipe is not None and not recipe.can_gather:
+        raise NotImplementedError(
+            f"The weights of the recipe {recipe.name} cannot be gathered as codes yet. Gather them "
+            "in bf16."
+        )
+    return recipe
 
 
 def _parts(

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -30,6 +31,8 @@ class MixedPrecisionPolicy:
             parameters. Main weights are made of the parameters as they are.
         frozen_params_dtype: of the main weights of parameters that need no gradient, which no
             optimizer updates; None: the compute weights' own.
+        gathers_codes: trained weights of layers with a low-precision recipe are kept and gathered
+            as codes of its format, quantized after each update. Needs fp32 main weights.
     """
 
     main_params_dtype: torch.dtype | None = torch.float32
@@ -37,11 +40,21 @@ class MixedPrecisionPolicy:
     grad_comm_dtype: torch.dtype | None = None
     compute_dtype: torch.dtype | None = None
     frozen_params_dtype: torch.dtype | None = None
+    gathers_codes: bool = False
 
     def __post_init__(self) -> None:
-        for name, dtype in vars(self).items():
+        for name, dtype in self._dtypes.items():
             if dtype is not None and dtype not in _FLOATING:
                 raise ValueError(f"Expected {name} to be None or one of {_FLOATING}, got {dtype}.")
+        if self.gathers_codes and self.main_params_dtype != torch.float32:
+            raise ValueError(
+                "Expected fp32 main weights with gathers_codes, got main_params_dtype="
+                f"{self.main_params_dtype}: codes cannot be updated."
+            )
+
+    @property
+    def _dtypes(self) -> dict[str, torch.dtype | None]:
+        return {name: value for name, value in vars(self).items() if name != "gathers_codes"}
 
     def resolve(self, dtype: torch.dtype, *, adds_on_device: bool = False) -> MixedPrecisionPolicy:
         """This policy with every dtype filled in, for parameters of `dtype`.
@@ -68,16 +81,18 @@ class MixedPrecisionPolicy:
             grad_comm_dtype=self.grad_comm_dtype or comm_dtype,
             compute_dtype=compute_dtype,
             frozen_params_dtype=self.frozen_params_dtype or compute_dtype,
+            gathers_codes=self.gathers_codes,
         )
 
     def at_least_fp32(self) -> MixedPrecisionPolicy:
         """This policy, which must be resolved, with fp32 instead of every 16-bit dtype."""
         narrow = [
             name
-            for name, dtype in vars(self).items()
+            for name, dtype in self._dtypes.items()
             if dtype is not None and dtype.itemsize < torch.float32.itemsize
         ]
-        return dataclasses.replace(self, **dict.fromkeys(narrow, torch.float32))
+        changes: dict[str, Any] = dict.fromkeys(narrow, torch.float32)
+        return dataclasses.replace(self, **changes)
 
 
 def known(dtype: torch.dtype | None) -> torch.dtype:

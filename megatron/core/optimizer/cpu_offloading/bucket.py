@@ -116,6 +116,8 @@ class Bucket(ABC):
         accepted_grad_dtypes: dtypes of gradients that are copied without loss.
         is_delivered: whether the device itself waits for weights that have been sent; otherwise
             the sender must.
+        is_quantized: whether compute weights are codes, which `quantize` makes of all main weights
+            after an update, instead of the update itself.
         is_streamed: whether the device updates the bucket; see streamed_pass.py.
         is_watched: whether all other readers and writers of its main weights call `settle` first.
         undo: memory for old values by name, as in `Piece.undo`; empty where the bucket is not
@@ -128,6 +130,7 @@ class Bucket(ABC):
     """
 
     is_delivered: ClassVar[bool]
+    is_quantized = False
     is_streamed = False
     is_watched = False
     state_places: StatePlaces | None = None
@@ -206,13 +209,16 @@ class Bucket(ABC):
     def fetch(self, gradients: Sequence[tuple[Slot, torch.Tensor]]) -> None:
         """Copies the gradients of a step into `grad`, unless they are there already."""
 
+    def quantize(self) -> None:  # noqa: B027
+        """Makes the codes in `weight`, where compute weights are kept as codes."""
+
     @abstractmethod
     def send(self, stepped: Sequence[Slot]) -> None:
         """Copies new compute weights to the device."""
 
     def on_device(self, step: BucketStep) -> list[Piece] | None:  # noqa: ARG002
         """The pieces of a step with the device's own gradients and compute weights instead of the
-        arrays in host memory; None where these are not flat arrays.
+        arrays in host memory; None where these are not flat arrays, or compute weights are codes.
         """
         return None
 
@@ -333,9 +339,16 @@ class FsdpBucket(Bucket):
             main_numel=group.main_weight.range.numel,
             main_dtype=group.main_weight.dtype,
             grad_dtype=group.plan.grad_dtype,
-            weight_dtype=group.dtype,
+            weight_dtype=group.plan.weight_dtype,
             accepted_grad_dtypes=(group.plan.grad_dtype,),
         )
+        self.is_quantized = group.codes is not None
+        self._maxima: torch.Tensor | None = None
+        if self.is_quantized and len(whole) < len(group.fsdp_parameters):
+            raise ValueError(
+                f"Expected one optimizer for all weights of {group.display_name}, which are kept "
+                "as codes and quantized together, got one for some of them."
+            )
 
     def own_main_weight(self) -> torch.Tensor | None:
         # For autograd, an update of the array is no change of the parameters: the delivery is.
@@ -407,15 +420,28 @@ class FsdpBucket(Bucket):
         self._fetched = None
         fetch_each(self.grad, others)
 
+    def quantize(self) -> None:
+        group = self._group
+        if self.is_quantized:
+            codes = DBuffer.from_local(
+                self.weight, group.mesh, group.placements.optimizer, group.layout
+            )
+            self._maxima = group.quantize_on_host(codes)
+
     def send(self, stepped: Sequence[Slot]) -> None:
         target = self._part(self._group.post_optimizer_model_weight.local_buffer)
+        if self._group.codes is not None:
+            assert self._maxima is not None, "made with the codes"
+            self._group.codes.set_scales(self._maxima)
+            target.copy_(self.weight, non_blocking=True)
+            return
         for offset, numel in _ranges(stepped):
             target.narrow(0, offset, numel).copy_(
                 self.weight.narrow(0, offset, numel), non_blocking=True
             )
 
     def on_device(self, step: BucketStep) -> list[Piece] | None:
-        if self._assigned(step.gradients):
+        if self._assigned(step.gradients) or self.is_quantized:
             return None
 
         weight = self._part(self._group.post_optimizer_model_weight.local_buffer)

@@ -204,7 +204,7 @@ class RuleExecutor(Executor):
             slot.of(self.bucket.grad),
             slot.of(self.bucket.main_weight),
             self._states_of(index),
-            out=slot.of(self.bucket.weight),
+            out=None if self.bucket.is_quantized else slot.of(self.bucket.weight),
         )
 
     def _matrix_step(self, stepped: Stepped, step: MuonStep) -> MatrixStep:
@@ -316,7 +316,8 @@ class TorchExecutor(Executor):
         self._optimizer.step()
         for index, slot in slots:
             self._parameters[index].grad = None
-            slot.of(bucket.weight).copy_(slot.of(bucket.main_weight))
+            if not bucket.is_quantized:
+                slot.of(bucket.weight).copy_(slot.of(bucket.main_weight))
 
     def _as_state(self, index: int, value: Any) -> Any:
         is_like = isinstance(value, torch.Tensor) and value.shape == self._parameters[index].shape

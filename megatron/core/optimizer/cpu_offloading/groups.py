@@ -185,7 +185,14 @@ def buckets_of(
             numels = [slot.numel for slot in bucket.slots]
             rules = [rule.part_for(options[slot.parameter]) for slot in bucket.slots]
             bucket.state_places = StatePlaces.of(numels, rules)
-        for dtype in (bucket.main_dtype, bucket.grad_dtype, bucket.weight_dtype):
+        if bucket.is_quantized and rule.takes_matrices:
+            raise ValueError(
+                f"Expected a rule without matrices for {bucket.name}, whose weights are kept as "
+                f"codes and updated on the host, got {settings.host.name}."
+            )
+        dtypes = [bucket.main_dtype, bucket.grad_dtype]
+        dtypes += [] if bucket.is_quantized else [bucket.weight_dtype]
+        for dtype in dtypes:
             if dtype not in FLOAT_DTYPES:
                 raise ValueError(
                     f"Expected parameters of {FLOAT_DTYPES} on the host, got {dtype} for "

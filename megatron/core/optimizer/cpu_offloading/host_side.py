@@ -455,7 +455,12 @@ class HostSide:
 
         started: list[Callable[[], None]] = []
         nbytes = 0 if is_final else step.nbytes
-        work = timings.timed(HOST, lambda: started.pop()(), nbytes, bucket.name)
+
+        def finish_pass() -> None:
+            started.pop()()
+            bucket.quantize()
+
+        work = timings.timed(HOST, finish_pass, nbytes, bucket.name)
         send = timings.timed(H2D, partial(bucket.send, slots), bucket.weight.nbytes, bucket.name)
 
         def update() -> Event:

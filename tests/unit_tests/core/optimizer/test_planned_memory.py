@@ -12,6 +12,8 @@ from torch import nn
 
 from megatron.core.device import Device
 from megatron.core.distributed.config import DataParallelConfig
+from megatron.core.layer_execution import use_low_precision
+from megatron.core.low_precision.config import LowPrecisionConfig
 from megatron.core.mesh import build_mesh
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer.config import OptimizerConfig
@@ -85,6 +87,7 @@ class Case:
     optimizer: dict[str, Any] = field(default_factory=dict)
     compute_dtype: str = "bf16"
     freeze: tuple[str, ...] = ()
+    fp8_recipe: str | None = None
 
     def on_host(self, fraction: float, **options: Any) -> Case:
         """With a fraction of the optimizer in host memory."""
@@ -101,13 +104,22 @@ class Case:
             DataParallelConfig(**self.parallel),
             train_iters=1,
             compute_dtype=self.compute_dtype,
+            low_precision=self._low_precision,
         )
+
+    @property
+    def _low_precision(self) -> LowPrecisionConfig:
+        if self.fp8_recipe is None:
+            return LowPrecisionConfig()
+        return LowPrecisionConfig(fp8_format="e4m3", fp8_recipe=self.fp8_recipe)
 
     def build(self) -> nn.Module:
         # Of rows that no number of ranks divides, if they need not be divided.
         vocab_size = VOCAB + 3 if TP2.items() <= self.parallel.items() else VOCAB
         model = GPTModel(self.model, vocab_size)
         freeze(model, self.freeze, "--freeze")
+        gathers_codes = self.parallel.get("fp8_param_gather", False)
+        use_low_precision(model, self._low_precision, gathers_codes=gathers_codes)
         return model
 
 
@@ -158,6 +170,7 @@ HSDP = {"num_distributed_optimizer_instances": 2}
 HFSDP = {**HSDP, "outer_dp_sharding_strategy": "optim"}
 EP2 = {"expert_model_parallel_size": 2}
 FSDP2 = {"use_torch_fsdp2": True}
+CODES = {"fp8_param_gather": True}
 
 CHEAP = {
     "dense, half on the host": Case().on_host(0.5),
@@ -178,6 +191,9 @@ CHEAP = {
     "dense, half on the host, some updated early": Case().on_host(
         0.5, overlap_cpu_optimizer_d2h_h2d=True, optimizer_early_update_gib=3e-5
     ),
+    "codes, experts divided, half on the host": Case(
+        MIXTURE, {**EP2, **CODES}, freeze=("decoder.layers.0",), fp8_recipe="blockwise"
+    ).on_host(0.5),
 }
 WIDE = {
     "dense": Case(),
@@ -231,6 +247,10 @@ WIDE = {
     "HSDP": Case(parallel=HSDP).on_host(0.5),
     "HFSDP": Case(parallel=HFSDP).on_host(1.0),
     "HSDP with experts": Case(MIXTURE, HSDP).on_host(0.5),
+    "codes": Case(parallel=CODES, fp8_recipe="blockwise"),
+    "codes, ZeRO-1": Case(parallel={**ZERO1, **CODES}, fp8_recipe="mxfp8").on_host(1.0),
+    "codes, HFSDP": Case(parallel={**HFSDP, **CODES}, fp8_recipe="rowwise").on_host(0.5),
+    "codes, not sharded": Case(parallel={**NO_SHARD, **CODES}, fp8_recipe="tensorwise"),
 }
 
 

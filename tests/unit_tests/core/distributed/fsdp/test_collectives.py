@@ -57,6 +57,15 @@ def test_reduce_scatter_adds_up_every_ranks_part(
     torch.testing.assert_close(torch.cat(parts).float(), exact, rtol=tolerance, atol=tolerance)
 
 
+@on_ranks(3)
+def test_all_reduce_takes_the_maximum_of_every_element() -> None:
+    parts = [values(rank, 6, torch.float32) for rank in range(3)]
+    expected = torch.stack(parts).amax(0)
+    whole = parts[dist.get_rank()]
+    collectives.all_reduce(whole, whole, dist.group.WORLD, Reduction(is_maximum=True))
+    assert torch.equal(whole, expected)
+
+
 def _together(is_gather: bool) -> None:
     rank, size, group = dist.get_rank(), dist.get_world_size(), dist.group.WORLD
     order: list[tuple[str, int]] = []

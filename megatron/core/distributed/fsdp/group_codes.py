@@ -1,0 +1,133 @@
+"""Compute weights that are kept as codes of a low-precision format (`--fp8-param-gather`).
+
+    main weights  --round to the compute dtype-->  maxima of own rows  --MAX over ranks-->  scales
+                                            `-----------------------------------------.
+                                                                    own rows' codes <-'
+
+Ranks exchange the maxima, a number for each block of elements, and send codes through the gather.
+Every rank computes all scales from the same maxima, so no scales are sent. Weights are rounded to
+the compute dtype before they are quantized, as they are without codes: both give the same bits.
+
+A module's parameter keeps its shape and the compute dtype, in which autograd gives it gradients,
+but it has no memory: each of its elements is the same NaN. Its attribute `quantized` has views of
+the codes and the scales, which layers with a recipe compute with.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from megatron.core.distributed.fsdp.aliases import apart
+from megatron.core.distributed.fsdp.collectives import Label, Reduction, all_reduce
+from megatron.core.distributed.fsdp.dbuffer import DBuffer
+from megatron.core.distributed.fsdp.group_plan import GroupPlan
+from megatron.core.distributed.fsdp.group_weights import WeightBuffers
+from megatron.core.low_precision.scaling import QuantizedWeight
+
+# Elements that are quantized at a time: on the CPU so few that their copies stay in the caches.
+_CHUNK_NUMEL, _DEVICE_CHUNK_NUMEL = 1 << 18, 1 << 22
+
+
+class _Part(NamedTuple):
+    """Rows of a weight.
+
+    Attributes:
+        rows: rounded to the compute dtype.
+        first_row: index of the first one in the weight as this rank's modules use it.
+        codes: memory for their codes.
+    """
+
+    rows: torch.Tensor
+    first_row: int
+    codes: torch.Tensor
+
+
+class GroupCodes:
+    """The scales of a group's weights, and how its main weights become codes.
+
+    Attributes:
+        scales: of each weight as this rank's modules use it, in the recipe's shape and dtype.
+        shown_tensors: what parameters show as `quantized`.
+    """
+
+    def __init__(self, plan: GroupPlan, weights: WeightBuffers, mesh: DeviceMesh) -> None:
+        assert plan.recipe is not None, "the group's weights are kept as codes"
+        self._plan = plan
+        self._mesh = mesh
+        self._unsharded = weights.unsharded
+        device = weights.unsharded.device
+        # Along kept axes, a weight in use starts at a later row of the parameter.
+        self._begins = [weights.unsharded.chunk(i).first_row for i in range(self._num_weights)]
+        self.scales = [
+            quantizer.scales(torch.zeros(shape, device=device))
+            for quantizer, shape in zip(plan.quantizers, plan.maxima_shapes, strict=True)
+        ]
+        self.shown_tensors: list[torch.Tensor] = []
+
+    def placeholder(self, shape: Sequence[int]) -> torch.Tensor:
+        """A tensor of the compute dtype without memory for its elements."""
+        # Reading it by mistake gives NaN.
+        nan = torch.full((), math.nan, dtype=self._plan.dtype, device=self._unsharded.device)
+        return nan.expand(tuple(shape))
+
+    def show(self, index: int, full: nn.Parameter) -> None:
+        """Gives a full parameter the views of its codes and scales."""
+        codes = apart(self._unsharded.get_local_tensor(index))
+        quantized = QuantizedWeight(codes, apart(self.scales[index]))
+        full.quantized = quantized  # type: ignore[attr-defined]
+        self.shown_tensors += quantized
+
+    def quantize(self, main: DBuffer, codes: DBuffer, label: Label) -> torch.Tensor:
+        """Writes the codes of this rank's rows, on the device of `codes`. All ranks that divide the
+        weights call it. Returns the maxima over these ranks: [maxima_numel] fp32.
+
+        Args:
+            main: main weights, on any device.
+            codes: for as many rows.
+        """
+        maxima = torch.zeros(self._plan.maxima_numel, device=codes.device)
+        by_weight = list(zip(self._plan.quantizers, self._by_weight(maxima), strict=True))
+        # Rows are rounded twice rather than kept in between, which would take a shard's memory.
+        for index, (quantizer, own) in enumerate(by_weight):
+            for part in self._parts(index, main, codes):
+                quantizer.add_maxima(part.rows, part.first_row, own)
+        for axis in self._plan.maxima_axes:
+            group = self._mesh.get_group(axis)
+            all_reduce(maxima, maxima, group, Reduction(is_maximum=True), label)
+        for index, (quantizer, own) in enumerate(by_weight):
+            for part in self._parts(index, main, codes):
+                quantizer.quantize_rows(part.rows, part.first_row, own, part.codes)
+        return maxima
+
+    def set_scales(self, maxima: torch.Tensor) -> None:
+        """Computes all scales from the maxima that `quantize` has returned."""
+        by_weight = zip(self._plan.quantizers, self.scales, self._by_weight(maxima), strict=True)
+        for quantizer, scales, own in by_weight:
+            scales.copy_(quantizer.scales(own.to(scales.device)))
+
+    @property
+    def _num_weights(self) -> int:
+        return len(self._plan.parameters)
+
+    def _parts(self, index: int, main: DBuffer, codes: DBuffer) -> Iterator[_Part]:
+        """This rank's rows of a weight, a few at a time."""
+        rows, out = main.get_local_tensor(index), codes.get_local_tensor(index)
+        numel = _CHUNK_NUMEL if out.device.type == "cpu" else _DEVICE_CHUNK_NUMEL
+        num_rows = max(1, numel // rows.shape[1])
+        first_row = main.chunk(index).first_row - self._begins[index]
+        for begin in range(0, len(rows), num_rows):
+            own = rows[begin : begin + num_rows].to(out.device, self._plan.dtype)
+            yield _Part(own, first_row + begin, out[begin : begin + num_rows])
+
+    def _by_weight(self, maxima: torch.Tensor) -> list[torch.Tensor]:
+        """Views of flat maxima in the shapes of the weights' maxima."""
+        shapes = self._plan.maxima_shapes
+        sizes = [math.prod(shape) for shape in shapes]
+        parts = maxima[: sum(sizes)].split(sizes)
+        return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]

@@ -1,0 +1,189 @@
+"""Runs with `--fp8-param-gather` compute what runs without it do, and save what they save."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron.core.distributed.config import DataParallelConfig
+from megatron.core.low_precision.config import LowPrecisionConfig
+from megatron.core.optimizer.config import OptimizerConfig
+from megatron.core.optimizer.lr_schedule import LRScheduleConfig
+from megatron.core.options import ConfigError
+from megatron.training.config import EngineConfig
+from megatron.training.engine import SaveLoadMeta
+from tests.helpers.engine_contents import Contents, contents_of, differing
+from tests.helpers.ranks import random_delays, run_ranks
+from tests.unit_tests.training.helpers.code_runs import (
+    ON_DEVICE,
+    engine_for,
+    expect_same,
+    on_host,
+    train,
+)
+
+RECIPES = ["blockwise", "tensorwise"]
+BLOCKWISE = {"fp8_format": "e4m3", "fp8_recipe": "blockwise"}
+SHARDINGS: dict[str, dict[str, Any]] = {
+    "ZeRO-1": {"data_parallel_sharding_strategy": "optim"},
+    "ZeRO-2": {"data_parallel_sharding_strategy": "optim_grads"},
+    "ZeRO-3": {},
+    "HFSDP": {"num_distributed_optimizer_instances": 2, "outer_dp_sharding_strategy": "optim"},
+    "experts divided": {"expert_model_parallel_size": 2},
+    "layers divided": {"tensor_model_parallel_size": 2},
+}
+
+
+def _same(recipe: str, options: dict[str, Any]) -> None:
+    plain, gathering = (engine_for(gathers, recipe, **options) for gathers in (False, True))
+    tensor_size = options.get("tensor_model_parallel_size", 1)
+    expected = train(plain, range(3), tensor_size)
+    expect_same(train(gathering, range(3), tensor_size), expected)
+    assert differing(contents_of(gathering), contents_of(plain)) == []
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_losses_weights_and_states_are_those_of_gathered_bf16_weights(recipe: str) -> None:
+    run_ranks(2, _same, recipe, {})
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("sharding", SHARDINGS)
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_codes_change_no_bit_under_any_sharding(recipe: str, sharding: str) -> None:
+    options = SHARDINGS[sharding]
+    run_ranks(4 if "num_distributed_optimizer_instances" in options else 2, _same, recipe, options)
+
+
+OFFLOADED = {
+    "half": on_host(0.5),
+    "all": on_host(1.0),
+    "all, updated early": on_host(1.0, optimizer_early_update_gib=1.0),
+    "all, without overlap": OptimizerConfig(
+        optimizer_cpu_offload=True, optimizer_offload_fraction=1.0
+    ),
+}
+
+
+def _offloaded(name: str) -> None:
+    on_device = engine_for(True)
+    expected = train(on_device, range(3))
+    with random_delays(seed=3):
+        offloaded = engine_for(True, optimizer=OFFLOADED[name])
+        assert train(offloaded, range(3)) == expected
+    assert differing(contents_of(offloaded), contents_of(on_device)) == []
+
+
+@pytest.mark.parametrize(
+    "name",
+    [name if name == "half" else pytest.param(name, marks=pytest.mark.wide) for name in OFFLOADED],
+)
+def test_the_host_writes_the_codes_that_the_device_would(name: str) -> None:
+    run_ranks(2, _offloaded, name)
+
+
+def _sent_up() -> tuple[int, int]:
+    """Bytes of the weights that a step sends to the device, and their elements."""
+    engine = engine_for(True, optimizer=on_host(1.0))
+    buckets = [
+        bucket
+        for bucket in engine.state.optimizer.optimizer._sides.host_side.buckets
+        if bucket.is_quantized
+    ]
+    return sum(b.weight.nbytes for b in buckets), sum(b.numel for b in buckets)
+
+
+def test_a_byte_an_element_goes_up_to_the_device() -> None:
+    for nbytes, numel in run_ranks(2, _sent_up):
+        assert nbytes == numel > 0
+
+
+@pytest.mark.parametrize(
+    ("low_precision", "optimizer"),
+    [
+        pytest.param({}, {}, id="no recipe"),
+        pytest.param({"fp8_format": "e4m3"}, {}, id="a history"),
+        pytest.param({"fp4_format": "e2m1"}, {}, id="two codes a byte"),
+        pytest.param(BLOCKWISE, {"main_params_dtype": "bf16"}, id="bf16 main weights"),
+        pytest.param(
+            BLOCKWISE,
+            {
+                "optimizer_cpu_offload": True,
+                "overlap_cpu_optimizer_d2h_h2d": True,
+                "optimizer_update_on_device": 0.5,
+            },
+            id="states that pass through the device",
+        ),
+    ],
+)
+def test_what_does_not_go_with_codes_is_refused(
+    low_precision: dict[str, Any], optimizer: dict[str, Any]
+) -> None:
+    with pytest.raises(ConfigError, match="--fp8-param-gather"):
+        EngineConfig(
+            OptimizerConfig(**optimizer),
+            LRScheduleConfig(lr=1e-2),
+            DataParallelConfig(fp8_param_gather=True),
+            train_iters=1,
+            compute_dtype="bf16",
+            low_precision=LowPrecisionConfig(**low_precision),
+        )
+
+
+def _saved(folder: str, gathers_codes: bool, optimizer: OptimizerConfig) -> Contents:
+    engine = engine_for(gathers_codes, optimizer=optimizer)
+    train(engine, range(2))
+    engine.save(SaveLoadMeta(f"{folder}/saved", with_optim=True))
+    return contents_of(engine)
+
+
+def _loaded(folder: str, gathers_codes: bool, optimizer: OptimizerConfig) -> Contents:
+    engine = engine_for(gathers_codes, optimizer=optimizer)
+    engine.load(SaveLoadMeta(f"{folder}/saved", with_optim=True))
+    found = contents_of(engine)
+    # Codes are made of the loaded weights.
+    plain = engine_for(False)
+    plain.load(SaveLoadMeta(f"{folder}/saved", with_optim=True))
+    expect_same(train(engine, range(2, 3)), train(plain, range(2, 3)))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("saving", "loading"),
+    [
+        pytest.param(ON_DEVICE, ON_DEVICE, id="on the device"),
+        pytest.param(on_host(1.0), on_host(0.5), id="on the host", marks=pytest.mark.wide),
+    ],
+)
+def test_one_rank_loads_the_weights_and_states_that_two_have_saved(
+    saving: OptimizerConfig, loading: OptimizerConfig, tmp_path: Path
+) -> None:
+    saved = run_ranks(2, _saved, str(tmp_path), True, saving)[0]
+    assert differing(run_ranks(1, _loaded, str(tmp_path), True, loading)[0], saved) == []
+    # A checkpoint has main weights only, so it does not depend on how compute weights are kept.
+    plain = run_ranks(2, _saved, str(tmp_path / "plain"), False, ON_DEVICE)[0]
+    assert differing(plain, saved) == []
+
+
+def _resumed(folder: str, optimizer: OptimizerConfig) -> None:
+    engine = engine_for(True, optimizer=optimizer)
+    train(engine, range(2))
+    engine.save(SaveLoadMeta(f"{folder}/saved", with_optim=True))
+    expected = train(engine, range(2, 5))
+    resumed = engine_for(True, optimizer=optimizer)
+    resumed.load(SaveLoadMeta(f"{folder}/saved", with_optim=True))
+    assert train(resumed, range(2, 5)) == expected
+    assert differing(contents_of(resumed), contents_of(engine)) == []
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        pytest.param(ON_DEVICE, id="on the device"),
+        pytest.param(on_host(1.0), id="on the host", marks=pytest.mark.wide),
+    ],
+)
+def test_a_run_resumes_to_the_bit(optimizer: OptimizerConfig, tmp_path: Path) -> None:
+    run_ranks(2, _resumed, str(tmp_path), optimizer)
