@@ -209,16 +209,19 @@ def _early_that_is_undone_soon(_case: str, without: str | None) -> list[float]:
     return [value.double().sum().item() for value in trained.values()]
 
 
-def _rows_that_come_late(lane: str, without: str | None) -> list[float]:
-    """The values after a step of Muon during which a lane is held."""
+def _matrices_whose_gradients_come_late(_case: str, without: str | None) -> list[float]:
+    """The values after a step of Muon whose gradients come down long after it was queued."""
     import tests.simulated_accelerator.device as sim
 
     with recorded_lanes() as lanes:
         layers, optimizer = _matrices("no_shard")
     matrices.step(layers, optimizer, 0)
     optimizer.synchronize()
-    with _without(without), sim.held(lanes[lane]):
-        matrices.step(layers, optimizer, 1)
+    for layer in layers:
+        layer(1).backward()
+    torch.accelerator.synchronize()
+    with _without(without), sim.held(lanes["optimizer d2h"]):
+        optimizer.step(grad_scale=0.5)
         pending = [bucket.pending for bucket in optimizer._sides.host_side.buckets]
         _until(lambda: all(each.updated.is_done() for each in pending), without)
     return [value.double().sum().item() for value in matrices.values_of(layers, optimizer)]
@@ -261,9 +264,10 @@ def _exchanges_that_come_late(_case: str, without: str | None) -> bool:
 def _matrices(strategy: str) -> tuple[nn.ModuleList, HybridDeviceOptimizer]:
     """Layers and their offloaded optimizer, whose steps overlap with the next forward."""
     layers = matrices.layers_of(strategy, torch.bfloat16)
-    overlaps = {"fetch_during_backward": True, "overlap_step_with_forward": True}
     groups = matrices.groups_of(layers)
-    return layers, HybridDeviceOptimizer(groups, 1.0, rule=Muon(), lr=0.02, **overlaps)
+    return layers, HybridDeviceOptimizer(
+        groups, 1.0, rule=Muon(), lr=0.02, overlap_step_with_forward=True
+    )
 
 
 def _without(wait: str | None) -> AbstractContextManager[None]:
@@ -330,10 +334,8 @@ HELD = {
     ),
     "of the early update's end for its start": (_early_that_starts_late, ""),
     "of old values for the early update": (_early_that_is_undone_soon, ""),
-    "of matrices for the gradients": (_rows_that_come_late, "optimizer d2h"),
+    "of matrices for the gradients": (_matrices_whose_gradients_come_late, ""),
     "of matrices for readers of states": (_matrices_during_reads, ""),
-    "of rows' way down for their matrices": (_rows_that_come_late, "optimizer matrices"),
-    "of the host for rows": (_rows_that_come_late, "optimizer matrices"),
     "of the step for exchanges": (_exchanges_that_come_late, ""),
 }
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
+from megatron.core.device import send
 from megatron.core.distributed.fsdp import (
     MixedPrecisionPolicy,
     Placements,
@@ -33,7 +34,9 @@ class Layer(nn.Module):
     def forward(self, number: int) -> Tensor:
         generator = torch.Generator().manual_seed(number)
         shape = (len(self.bias), 33)
-        own = torch.randint(-8, 9, shape, generator=generator).to(self.weight)
+        own = torch.randint(-8, 9, shape, generator=generator).to(self.weight.dtype)
+        # The host does not wait: a lane may be held.
+        own = send(own, self.weight.device)
         return (self.weight * own[:, :32]).sum() + (self.bias * own[:, 32]).sum()
 
 

@@ -24,7 +24,6 @@ from megatron.core.optimizer.cpu_offloading.bucket import FsdpBucket
 from megatron.core.optimizer.cpu_offloading.early_updates import EarlyUpdate, EarlyUpdates
 from megatron.core.optimizer.cpu_offloading.host_side import HostSide
 from megatron.core.optimizer.cpu_offloading.streamed_pass import StreamedPass
-from megatron.core.optimizer.matrix_pass import MatrixPass
 
 
 class Removal(NamedTuple):
@@ -122,10 +121,6 @@ REMOVALS = {
     "of matrices for readers of states": Removal(
         HostSide, "_begin_matrices", {r"\(each\.fetched, \*each\.free\)": "[each.fetched]"}
     ),
-    "of rows' way down for their matrices": Removal(
-        MatrixPass, "stages", {r"\[orthogonalized\.pop\(number - 2\)\]": "[]"}
-    ),
-    "of the host for rows": Removal(MatrixPass, "stages", {r"down\.synchronize\(\)": "pass"}),
     "of the step for exchanges": Removal(
         HostSide, "_begin_matrices", {r"ended\.synchronize\(\)": "pass"}
     ),

@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.core.device import Device
+from megatron.core.optimizer.config import Overlap
 from megatron.core.options import ConfigError
 from megatron.training.step_memory import fit, rows_of
 from megatron_hybrid.plan import measure
@@ -31,6 +32,7 @@ from megatron_hybrid.plan.quantities import (
 )
 from megatron_hybrid.plan.step_time import Machine
 from megatron_hybrid.plan.table import format_answer
+from megatron_hybrid.plan.workload import work_of
 
 ROOT = Path(__file__).resolve().parents[3]
 LLAMA = {
@@ -209,6 +211,21 @@ def test_muon_has_its_states_and_its_arithmetic_in_the_plan(folder, capsys):
     share = seconds[1] / seconds[0] - 1
     assert muon["step"]["muon_share"] == pytest.approx(share, rel=1e-2)
     assert flops / 2 / 1e12 == pytest.approx(seconds[1] - seconds[0], rel=1e-2), "of two ranks"
+
+
+@pytest.mark.parametrize(("num_ranks", "overlap"), [(1, Overlap.ALL), (2, Overlap.FETCH)])
+def test_matrices_of_muon_go_up_and_come_down_and_several_ranks_wait_for_them(num_ranks, overlap):
+    muon, adam = (
+        PlannedRun([*FLAGS, *OFFLOADING, "--optimizer", rule], num_ranks, "cuda")
+        for rule in ("muon", "adam")
+    )
+    assert adam.matrix_share == 0 < muon.matrix_share < 1
+    matrices = muon.matrix_share * muon.trained_numel / num_ranks
+    works = [work_of(run, 1.0) for run in (muon, adam)]
+    for way in ("up", "down"):
+        nbytes = [sum(getattr(group, way) for group in work.groups) for work in works]
+        assert nbytes[0] - nbytes[1] == pytest.approx(2 * matrices, rel=1e-2)
+    assert [work.overlap for work in works] == [overlap, Overlap.ALL]
 
 
 def test_fractions_put_one_more_group_into_host_memory_each():
