@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 from torch import nn
 
 from megatron.core.config import ExecutionConfig
@@ -290,3 +291,25 @@ def test_layers_at_the_ends_and_what_is_no_hidden_layer_stay_in_bf16() -> None:
             for k in (1, 2)
         ),
     }
+
+
+def test_files_for_hugging_face_have_no_histories(tmp_path: Path) -> None:
+    def export(folder: str) -> list[str]:
+        engine = Run(RECIPES["delayed"]).engine()
+        train(engine, range(1))
+        engine.save(SaveLoadMeta(folder, "hf", with_optim=False))
+        before = contents_of(engine)
+        again = Run(RECIPES["delayed"]).engine()
+        again.load(SaveLoadMeta(folder, "hf", with_optim=False))
+        after = contents_of(again)
+        assert before.weights.keys() == after.weights.keys()
+        # Weights of the files are bf16.
+        assert all(
+            torch.allclose(after.weights[name], weight, rtol=2**-8, atol=0)
+            for name, weight in before.weights.items()
+        )
+        return [*load_file(f"{folder}/model.safetensors")]
+
+    (names,) = run_ranks(1, export, str(tmp_path / "hf"))
+    assert names
+    assert not [name for name in names if "amax" in name]
