@@ -140,7 +140,7 @@ class Reduction:
     Attributes:
         accumulates: add to the result instead of overwriting it.
         device_dtype: in which a GPU's backend sends and adds; default: the result's.
-        is_maximum: without an average, a divisor and accumulation.
+        is_maximum: of tensors on the CPU, without an average, a divisor and accumulation.
     """
 
     is_average: bool = False
@@ -182,6 +182,21 @@ def combine(tensor: torch.Tensor, group: dist.ProcessGroup, *, by_maximum: bool 
     """All-reduces a small tensor in place, by sum or, element by element, by maximum."""
     with issuing(f"all-reduce of {tensor.numel()} elements", tensor):
         dist.all_reduce(tensor, dist.ReduceOp.MAX if by_maximum else dist.ReduceOp.SUM, group=group)
+
+
+def combine_maxima(
+    tensor: torch.Tensor, group: dist.ProcessGroup, label: Label = UNLABELLED
+) -> None:
+    """All-reduces a tensor in place by maximum, element by element, on a lane: on the CPU other
+    threads may be exchanging tensors over the same group meanwhile.
+
+    Args:
+        tensor: flat, contiguous; on the CPU its length is a multiple of the number of ranks.
+    """
+    if tensor.device.type != "cpu":
+        combine(tensor, group, by_maximum=True)
+    else:
+        all_reduce(tensor, tensor, group, Reduction(is_maximum=True), label)
 
 
 def broadcast(tensor: torch.Tensor, group: dist.ProcessGroup) -> None:
@@ -338,8 +353,6 @@ def _reduce_scatter_with_backend(
     # In place where the result is not yet `out`, as NCCL allows: it takes no more memory.
     result = out if is_direct else sent.narrow(0, dist.get_rank(group) * out.numel(), out.numel())
     op = dist.ReduceOp.AVG if how.is_average else dist.ReduceOp.SUM
-    if how.is_maximum:
-        op = dist.ReduceOp.MAX
     with issuing(label.describe("reduce-scatter", whole.numel()), whole):
         _reduce_scatter_on_device(result, sent, op=op, group=group)
 

@@ -24,7 +24,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from megatron.core.distributed.fsdp.aliases import apart
-from megatron.core.distributed.fsdp.collectives import Label, Reduction, all_reduce
+from megatron.core.distributed.fsdp.collectives import Label, combine_maxima
 from megatron.core.distributed.fsdp.dbuffer import DBuffer
 from megatron.core.distributed.fsdp.group_plan import GroupPlan
 from megatron.core.distributed.fsdp.group_weights import WeightBuffers
@@ -99,7 +99,7 @@ class GroupCodes:
                 quantizer.add_maxima(part.rows, part.first_row, own)
         for axis in self._plan.maxima_axes:
             group = self._mesh.get_group(axis)
-            all_reduce(maxima, maxima, group, Reduction(is_maximum=True), label)
+            combine_maxima(maxima, group, label)
         for index, (quantizer, own) in enumerate(by_weight):
             for part in self._parts(index, main, codes):
                 quantizer.quantize_rows(part.rows, part.first_row, own, part.codes)

@@ -58,11 +58,11 @@ def test_reduce_scatter_adds_up_every_ranks_part(
 
 
 @on_ranks(3)
-def test_all_reduce_takes_the_maximum_of_every_element() -> None:
+def test_maxima_of_every_element_are_combined() -> None:
     parts = [values(rank, 6, torch.float32) for rank in range(3)]
     expected = torch.stack(parts).amax(0)
     whole = parts[dist.get_rank()]
-    collectives.all_reduce(whole, whole, dist.group.WORLD, Reduction(is_maximum=True))
+    collectives.combine_maxima(whole, dist.group.WORLD)
     assert torch.equal(whole, expected)
 
 
