@@ -101,7 +101,10 @@ def train(engine: ModuleEngine, steps: range, tensor_size: int = 1) -> list[tupl
 
 
 def expect_same(found: list[tuple[float, float]], expected: list[tuple[float, float]]) -> None:
-    """Equal losses. Norms, in fp64, are added up group by group, and codes have other groups."""
+    """Equal losses. Norms, in fp64 on the CPU, are added up group by group, and codes have other
+    groups.
+    """
+    tolerance = 1e-12 if rank_device().type == "cpu" else 1e-6
     assert [loss for loss, _ in found] == [loss for loss, _ in expected]
     for (_, norm), (_, other) in zip(found, expected, strict=True):
-        assert norm == pytest.approx(other, rel=1e-12)
+        assert norm == pytest.approx(other, rel=tolerance)
