@@ -341,10 +341,8 @@ class EngineConfig:
         expect(not compiles, "--compile-layers", f"layers that are bf16, without {flag}", compiles)
 
     def _check_param_gather(self) -> None:
-        flag, recipe = "--fp8-param-gather", self.low_precision.recipe
-        can_gather = recipe not in (None, "delayed", "nvfp4")
-        expected = "--fp8-format with --fp8-recipe tensorwise, rowwise, blockwise or mxfp8"
-        expect(can_gather, flag, expected, recipe)
+        flag, fp8_format = "--fp8-param-gather", self.low_precision.fp8_format
+        expect(fp8_format is not None, flag, "--fp8-format", fp8_format)
         dtype, share = self.optimizer.main_params_dtype, self.optimizer.optimizer_update_on_device
         expect(dtype == "fp32", flag, "--main-params-dtype fp32", dtype)
         expect(share == 0, flag, "--optimizer-update-on-device 0", share)

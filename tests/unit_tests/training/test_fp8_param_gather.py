@@ -104,7 +104,6 @@ def test_a_byte_an_element_goes_up_to_the_device() -> None:
     ("low_precision", "optimizer"),
     [
         pytest.param({}, {}, id="no recipe"),
-        pytest.param({"fp8_format": "e4m3"}, {}, id="a history"),
         pytest.param({"fp4_format": "e2m1"}, {}, id="two codes a byte"),
         pytest.param(BLOCKWISE, {"main_params_dtype": "bf16"}, id="bf16 main weights"),
         pytest.param(

@@ -182,21 +182,15 @@ def _planned(parameter: OwnedParameter) -> ParameterPlan:
 
 
 def _recipe_of(parameter: OwnedParameter) -> Recipe | None:
-    """The recipe of a trained weight that all its modules quantize alike; None for others.
-
-    NotImplementedError for recipes whose codes cannot be gathered.
+    """The recipe of a trained weight that all its modules quantize alike, if its codes can be
+    gathered; None for others.
     """
     original = parameter.original
     recipes = {getattr(owner, "recipe", None) for owner, _ in parameter.owners}
     if original.ndim != 2 or not original.requires_grad or len(recipes) > 1:
         return None
     recipe: Recipe | None = recipes.pop()
-    if recipe is not None and not recipe.can_gather:
-        raise NotImplementedError(
-            f"The weights of the recipe {recipe.name} cannot be gathered as codes yet. Gather them "
-            "in bf16."
-        )
-    return recipe
+    return recipe if recipe is not None and recipe.can_gather else None
 
 
 def _parts(

@@ -162,10 +162,12 @@ def test_a_weight_without_memory_reads_as_nan() -> None:
 
 
 @on_ranks(2)
-def test_recipes_whose_codes_cannot_be_gathered_are_named() -> None:
+def test_weights_whose_codes_cannot_be_gathered_are_gathered_in_their_own_dtype() -> None:
     for recipe in ("delayed", "nvfp4"):
-        with pytest.raises(NotImplementedError, match=recipe):
-            fully_shard(Layer(recipe), mixed_precision_policy=policy(True))
+        layer = Layer(recipe)
+        fully_shard(layer, mixed_precision_policy=policy(True))
+        assert not codes_of(layer)
+        assert {group.dtype for group in groups_of([layer])} == {BF16}
 
 
 class Weights(nn.Sequential):
