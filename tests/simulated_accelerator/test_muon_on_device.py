@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from megatron.core import products
+from megatron.core.optimizer import matrix_pass
 from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDeviceOptimizer
 from megatron.core.optimizer.rule_optimizer import RuleOptimizer
 from megatron.core.optimizer.rules import Muon
@@ -72,3 +73,22 @@ def test_matrices_in_host_memory_have_the_bits_of_the_cpu(num_ranks, fraction, d
         for found in run_ranks(num_ranks, run, seed, fraction, dtype, device="sim"):
             assert len(found) == len(expected)
             assert all(map(torch.equal, found, expected)), options
+
+
+def _devices() -> set[str]:
+    """Where an offloaded optimizer orthogonalizes."""
+    layers, found = layers_of("optim_grads_params", torch.bfloat16), set[str]()
+    optimizer = HybridDeviceOptimizer(groups_of(layers), 1.0, rule=Muon(), lr=0.02)
+
+    def orthogonalize(matrix: Tensor, _step: object) -> Tensor:
+        found.add(matrix.device.type)
+        return matrix
+
+    with mock.patch.object(matrix_pass, "orthogonalize", orthogonalize):
+        step(layers, optimizer, 0)
+        optimizer.synchronize()
+    return found
+
+
+def test_matrices_in_host_memory_are_orthogonalized_on_the_device() -> None:
+    assert run_ranks(2, _devices, device="sim") == [{"sim"}, {"sim"}]

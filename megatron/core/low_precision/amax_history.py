@@ -73,6 +73,11 @@ class AmaxHistory(nn.Module):
         self.current.zero_()
 
 
+def is_history(key: str) -> bool:
+    """Whether a key of a checkpoint is of a history. Runs with another recipe have none."""
+    return key.endswith((".amax_history.maxima", ".amax_history.chosen"))
+
+
 @torch.no_grad()
 def update_histories(model: nn.Module, group: dist.ProcessGroup) -> None:
     """Ends a step of all histories in `model`, which is the same on all ranks of `group`."""

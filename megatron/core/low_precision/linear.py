@@ -130,9 +130,7 @@ class _Layer:
             return None
         num_experts, (rows, columns) = len(self.sizes), self.weight.shape
         codes = quantized.codes.unflatten(0, (num_experts, -1))[expert]
-        scales = quantized.scales
-        if self.history is None:
-            scales = scales.unflatten(0, (num_experts, -1))[expert]
+        scales = quantized.scales.unflatten(0, (num_experts, -1))[expert]
         return Operand(codes, scales, self.recipe.weight, (rows // num_experts, columns))
 
 

@@ -42,7 +42,6 @@ from torch.distributed.tensor import DTensor
 
 from megatron.core.distributed.fsdp.parameter_group import group_of
 from megatron.core.distributed.fsdp.uneven_rows import rows_at
-from megatron.core.dtensors import local_tensor
 from megatron.core.issued_collectives import issuing
 from megatron.core.lanes import Event, Lane, ThreadEvent
 from megatron.core.mesh import group_over, ranks_over
@@ -204,7 +203,7 @@ class MatrixPass:
         found = []
         for number, (route, numel) in enumerate(zip(self._routes, sizes, strict=True)):
             own = [steps[index] for index in route.steps]
-            slot, device = number % _NUM_SLOTS, local_tensor(own[0].parameter).device
+            slot, device = number % _NUM_SLOTS, own[0].parameter.device
             if (slot, device) not in memory:
                 most = max(sizes[slot::_NUM_SLOTS])
                 memory[slot, device] = torch.empty(most, dtype=torch.bfloat16, device=device)
@@ -268,7 +267,7 @@ def _routes(steps: Sequence[MatrixStep]) -> list[_Route]:
     for index, step in enumerate(steps):
         group, rows = _rows_by_place(step.parameter)
         held = HeldMatrices(step.num_rows, step.parameter.shape[1], rows)
-        key = (group, local_tensor(step.parameter).device)
+        key = (group, step.parameter.device)
         together.setdefault(key, {})[index] = held
 
     found = []

@@ -26,6 +26,7 @@ from megatron.core.dist_checkpointing.formats import ReadableCheckpoint, read_pi
 from megatron.core.dist_checkpointing.layout.boxes import Box, pieces
 from megatron.core.dist_checkpointing.load.checkpoint import PublishedCheckpoint, bytes_of
 from megatron.core.fp32_module import names_in_fp32
+from megatron.core.low_precision.amax_history import is_history
 from megatron.core.models.description import ModelDescription
 from megatron.core.models.families.row_map import RowMap
 from megatron.core.models.hugging_face import (
@@ -248,6 +249,8 @@ def _tensors(
 
 def _is_weight(key: str, prefix: str) -> bool:
     """Returns whether a key belongs to the model, whose keys have this prefix."""
+    if is_history(key):
+        return False
     if prefix:
         return key.startswith(prefix)
     return not key.startswith(("optim.", "optimizer.", "rng."))

@@ -53,7 +53,7 @@ from megatron.core.dist_checkpointing.state.entries import Contents, Entry
 from megatron.core.distributed.fsdp.parameter_group import group_of
 from megatron.core.distributed.torch_fsdp2 import reshard
 from megatron.core.fp32_module import names_in_fp32
-from megatron.core.low_precision.amax_history import AmaxHistory
+from megatron.core.low_precision.amax_history import is_history
 from megatron.core.models.families.quantization import refuse_quantized_tensors
 from megatron.core.models.families.row_map import RowMap
 from megatron.core.models.hugging_face import (
@@ -289,13 +289,8 @@ def _collect(model: nn.Module) -> Contents:
         group.wait_main_weight()
     world_size = dist.get_world_size() if dist.is_initialized() else 1
     contents = collect(model, rank=_rank(), world_size=world_size)
-    histories = tuple(
-        f"{_PREFIX}{name}."
-        for name, module in model.named_modules()
-        if isinstance(module, AmaxHistory)
-    )
     kept = [
-        group._replace(entries=[one for one in group.entries if not one.key.startswith(histories)])
+        group._replace(entries=[one for one in group.entries if not is_history(one.key)])
         for group in contents.groups
     ]
     return replace(contents, groups=kept)

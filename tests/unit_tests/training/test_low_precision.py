@@ -14,14 +14,19 @@ from torch import nn
 
 from megatron.core.config import ExecutionConfig
 from megatron.core.device import Device
+from megatron.core.dist_checkpointing.formats import open_checkpoint
+from megatron.core.dist_checkpointing.store import open_store
 from megatron.core.distributed.config import DataParallelConfig
+from megatron.core.dtensors import local_tensor
 from megatron.core.low_precision.amax_history import AmaxHistory
 from megatron.core.low_precision.config import LowPrecisionConfig
 from megatron.core.mesh import build_mesh
+from megatron.core.models.description import ModelDescription
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer.config import OptimizerConfig
 from megatron.core.optimizer.lr_schedule import LRScheduleConfig
 from megatron.core.transformer.config import TransformerConfig
+from megatron.training.checkpoint.hf_export import export_hf
 from megatron.training.config import EngineConfig
 from megatron.training.engine import SaveLoadMeta
 from megatron.training.engines import ModuleEngine, build_engine
@@ -264,6 +269,35 @@ def test_a_run_resumes_to_the_bit_and_its_states_load_on_another_number_of_ranks
     assert on_two.contents.states
     assert bool(on_two.histories) == (name == "delayed")
     assert all(history.any() for history in on_two.histories[::3])
+
+
+def _loaded_into_each_other(folder: str) -> None:
+    model = replace(DENSE, position_embedding_type="rope")
+    recipes = {"delayed": RECIPES["delayed"], "blockwise": RECIPES["blockwise"], "bf16": BF16}
+    engines = {name: Run(recipe, model).engine() for name, recipe in recipes.items()}
+    for name in ("delayed", "bf16"):
+        engine = engines[name]
+        train(engine, range(1))
+        engine.save(SaveLoadMeta(f"{folder}/{name}", "dcp", with_optim=True))
+        engine.save(SaveLoadMeta(f"{folder}/{name}-saved", "hf", hf_dtype=torch.float32))
+        stored, described = (
+            open_checkpoint(open_store(folder), name),
+            ModelDescription(model, VOCAB),
+        )
+        export_hf(stored, f"{folder}/{name}-exported", described, dtype=torch.float32)
+        expected = dict(engine.model.named_parameters())
+        for loading in (other for other in engines.values() if other is not engine):
+            for path in (name, f"{name}-saved", f"{name}-exported"):
+                is_dcp = path == name
+                weight_format = "dcp" if is_dcp else "hf"
+                loading.load(SaveLoadMeta(f"{folder}/{path}", weight_format, with_optim=is_dcp))
+                for own, weight in loading.model.named_parameters():
+                    assert torch.equal(local_tensor(weight), local_tensor(expected[own])), path
+            train(loading, range(1))  # with other weights before the next load
+
+
+def test_weights_and_states_go_from_any_recipe_to_any_other(tmp_path: Path) -> None:
+    run_ranks(1, _loaded_into_each_other, str(tmp_path))
 
 
 def test_layers_at_the_ends_and_what_is_no_hidden_layer_stay_in_bf16() -> None:

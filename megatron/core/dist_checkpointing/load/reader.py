@@ -30,6 +30,7 @@ from megatron.core.dist_checkpointing.layout.saved import (
 )
 from megatron.core.dist_checkpointing.load.checkpoint import PublishedCheckpoint
 from megatron.core.dist_checkpointing.state.entries import Contents, Entry, ScaledValues, Values
+from megatron.core.low_precision.amax_history import is_history
 from megatron.core.optimizer.torch_optimizer import reset_states
 
 _MOST_THREADS = 4  # that read, on each rank
@@ -61,7 +62,8 @@ def check_contents(
     """Compares a checkpoint with the wanted contents, without changes.
 
     Values are widened to the dtype of the tensor here, and frozen weights are rounded to it. The
-    set of frozen parameters may differ: see `FrozenChanges`.
+    set of frozen parameters may differ: see `FrozenChanges`. Delayed scaling's histories that are
+    on one side only, or of another length, are left out.
 
     Args:
         skip: patterns of keys, as in a shell, that are not loaded and not missed on either side.
@@ -81,6 +83,11 @@ def check_contents(
     tensors = checkpoint.tensors
     saved = {key: None for key in [*tensors, *checkpoint.plain] if not is_skipped(key, skip)}
     plain = [key for key in contents.plain if not is_skipped(key, skip)]
+    for key in [key for key in wanted.keys() | saved.keys() if is_history(key)]:
+        is_on_both = key in wanted and key in tensors
+        if not is_on_both or wanted[key].saved_as.shape != tensors[key].shape:
+            wanted.pop(key, None)
+            saved.pop(key, None)
 
     changes, fresh = _frozen_changes(contents, wanted, checkpoint.tensors, saved)
     started = changes.fresh_keys

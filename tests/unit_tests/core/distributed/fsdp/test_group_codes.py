@@ -141,7 +141,7 @@ def test_only_trained_weights_that_all_their_layers_quantize_are_kept_as_codes()
     assert group.names == ["up.weight", "down.weight"]
     buffers = group.model_weight, group.post_optimizer_model_weight, group.unsharded_weight
     assert {buffer.dtype for buffer in buffers} == {E4M3}
-    assert (group.dtype, group.main_weight.dtype, group.main_grad.dtype) == (BF16, FP32, FP32)
+    assert (group.dtype, group.main_weight.dtype, group.plan.grad_dtype) == (BF16, FP32, FP32)
     others = [group for group in groups_of([layer]) if group.codes is None]
     assert {group.model_weight.dtype for group in others} == {BF16}
 
