@@ -62,7 +62,7 @@ logger = logging.getLogger(__name__)
 class Lanes(NamedTuple):
     """Gradients down, updates, weights up. Updates have two: one starts them and one waits for each
     and sends its weights up, so that the host's threads have the next bucket when they need it.
-    Matrices are orthogonalized on another one.
+    Matrices are orthogonalized on another one, if the rule takes any.
     """
 
     d2h: Lane
@@ -72,7 +72,7 @@ class Lanes(NamedTuple):
     matrices: Lane
 
     @classmethod
-    def make(cls, device: Device, overlaps: bool, pins_grads: bool) -> Lanes:
+    def make(cls, device: Device, overlaps: bool, pins_grads: bool, takes_matrices: bool) -> Lanes:
         """The lanes of one optimizer; without overlap, one that works in the calling thread."""
         if not overlaps:
             inline = InlineLane(device)
@@ -82,7 +82,9 @@ class Lanes(NamedTuple):
         if device.pins_host_memory and not pins_grads:
             d2h = IssuingLane(device.host_lane("optimizer d2h issue"), d2h)
         start, host = (device.host_lane(f"optimizer host{end}") for end in (" start", ""))
-        return cls(d2h, start, host, *map(device.lane, ("optimizer h2d", "optimizer matrices")))
+        h2d = device.lane("optimizer h2d")
+        matrices = device.lane("optimizer matrices") if takes_matrices else h2d
+        return cls(d2h, start, host, h2d, matrices)
 
 
 class HostStep(NamedTuple):
@@ -125,7 +127,9 @@ class HostSide:
 
     def __init__(self, device: Device, settings: HybridSettings) -> None:
         self.rule = settings.host.rule
-        self.lanes = Lanes.make(device, settings.overlap.has_lanes, settings.pins_grads)
+        takes_matrices = self.rule is not None and self.rule.takes_matrices
+        has_lanes, pins_grads = settings.overlap.has_lanes, settings.pins_grads
+        self.lanes = Lanes.make(device, has_lanes, pins_grads, takes_matrices)
         self.timings: Recorder = NoTimings()
         self._chooser = SplitChooser() if settings.update_on_device is None else None
         if settings.records_timings or self._chooser is not None:
