@@ -31,6 +31,7 @@ from megatron.core.mesh import build_mesh, failed_collective
 from megatron.core.options import ConfigError
 from megatron.core.parts import freeze, split_names
 from megatron.training.arguments import as_yaml
+from megatron.training.checkpoint.kept_state import KeptState
 from megatron.training.checkpoint.loading import Loaded
 from megatron.training.checkpoint.resume import Resumer
 from megatron.training.checkpoint.run_info import RecoverInfo
@@ -195,6 +196,7 @@ class _Run:
         self._stop = stop
         self._watch = watch
         self._step_info = StepInfo()  # the engine's own, once there is one
+        self._kept: KeptState | None = None
         self._told: Exception | None = None  # the error that the event log has already
         self._injections = Injections(
             config.inject, rank=launch.rank, restart=launch.restart_count, events=events
@@ -204,6 +206,8 @@ class _Run:
     def run(self) -> Outcome:
         """Builds the engine, resumes, and trains."""
         config = self._config
+        if config.recover.keep_host_state:
+            self._kept = KeptState.open(config, self._launch, self._device)
         engine = self._built_engine()
         loaded = self._resume(engine)
         if isinstance(self._profile, LaneProfile):
@@ -227,9 +231,12 @@ class _Run:
             self._device,
             build_mesh(self._device.kind, self._launch.world_size),
             num_local_ranks=self._launch.local_world_size,
+            kept=None if self._kept is None else self._kept.memory,
         )
 
         engine.initialize(self._built_model)
+        if self._kept is not None:
+            self._kept.attach(engine)
         self._step_info = engine.state.step_info
         # After the weights, which have separate seeds: only dropout draws from here on.
         seed_all(self._config.training.seed, self._launch.rank)
@@ -249,7 +256,7 @@ class _Run:
             events=self._events,
             restart_count=self._launch.restart_count,
         )
-        loaded = resumer.load(engine)
+        loaded = resumer.load(engine, self._kept)
         if not self._config.training.skip_train:
             resumer.prepare_folder(engine, loaded)
         return loaded
@@ -301,6 +308,8 @@ class _Run:
             data=_described(self._config, train_data, info),
             evaluated=_evaluated(engine.state.step_info, info),
             profile=self._profile,
+            kept=self._kept,
+            unreported=None if loaded is None else loaded.unreported,
         )
 
     @contextmanager
@@ -370,10 +379,14 @@ class _Run:
             num_devices=self._launch.world_size,
         )
         state, continues, save = None, False, config.checkpoint.save
+        reported = step_info.iteration
+        if loaded is not None and loaded.unreported is not None:
+            reported -= 1
         if loaded is not None and loaded.info is not None:
             state = loaded.info.logger
             # A run that branches off another one has separate reports.
-            continues = save is not None and split_path(loaded.path)[0] == place_of(save)
+            path = loaded.path
+            continues = path is None or (save is not None and split_path(path)[0] == place_of(save))
 
         metrics = Metrics(
             rates,
@@ -381,13 +394,13 @@ class _Run:
             build_sinks(
                 config.logging,
                 config.values(),
-                step_info.iteration,
+                reported,
                 state if continues else None,
                 config.metrics_jsonl,
             )
             if is_first
             else [],
-            start_iteration=step_info.iteration,
+            start_iteration=reported,
             shows_progress=is_first,
             state=state,
             memory=lambda: PeakMemory(
