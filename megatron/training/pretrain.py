@@ -101,6 +101,11 @@ def pretrain(
         ExitError: for an end with a dedicated exit code; LOST_RANK if another rank is the cause.
     """
     launch = Launch.from_environment()
+    if config.recover.keep_host_state and not launch.is_elastic:
+        raise ConfigError(
+            "--keep-host-state: expected torchrun or `python -m megatron_hybrid launch`, which "
+            "restart the ranks, got neither."
+        )
     log.configure(launch.rank, short_time=config.logging.is_short)
 
     numa.set_binding(is_on=config.device.numa_binding)

@@ -25,6 +25,7 @@ constexpr int64_t kPrefetch = 512;          // elements ahead of which memory is
 constexpr int kRow = 1024;                  // elements whose squares are added first
 constexpr int64_t kMinChunk = 16 * 1024;    // elements a thread takes at a time, at least
 constexpr int64_t kMaxChunk = 128 * 1024;   // and at most; both multiples of kRow
+constexpr int64_t kSlotHeader = 8;          // numbers before the old values of a row
 
 enum Type : int32_t { kNone = 0, kFp32 = 1, kBf16 = 2, kFp16 = 3, kSplit = 4 };
 
@@ -65,6 +66,17 @@ struct HostAdamPiece {
   Arrays arrays;
   Scalars scalars;
   int64_t numel;
+  int64_t* counters;  // with a log: elements that are done of each of the piece's chunks
+};
+
+// Where old values are kept of rows that are being updated, and numbers that say which; kept_updates.py restores them.
+struct HostAdamLog {
+  char* slots;          // one for each thread
+  int64_t slot_bytes;
+  int64_t row;          // elements of which a slot has room for four arrays of fp32
+  int64_t chunk;        // elements of a chunk
+  int64_t* counters;    // of the bucket's first chunk
+  int64_t step, bucket;
 };
 
 namespace {
@@ -255,7 +267,7 @@ struct Chunk {
 class Job {
  public:
   virtual ~Job() = default;
-  virtual void run(const Chunk& chunk) = 0;
+  virtual void run(const Chunk& chunk, int thread) = 0;
 
   void finish_chunk() {
     if (unfinished_.fetch_sub(1) != 1) return;
@@ -273,13 +285,18 @@ class Job {
   size_t next = 0;  // the chunk to be taken next; the pool's lock guards it
 
  protected:
-  // Cuts arrays of these lengths into chunks, several a thread where there are enough elements.
+  // The elements of a chunk: several chunks a thread where there are enough elements.
   template <class Lengths>
-  void cut(const Lengths& lengths, int num_threads) {
+  static int64_t chunk_of(const Lengths& lengths, int num_threads) {
     int64_t total = 0;
     for (int64_t numel : lengths) total += numel;
     const int64_t wanted = total / (4 * num_threads) / kRow * kRow;
-    const int64_t most = std::min(kMaxChunk, std::max(kMinChunk, wanted));
+    return std::min(kMaxChunk, std::max(kMinChunk, wanted));
+  }
+
+  // Cuts arrays of these lengths into chunks.
+  template <class Lengths>
+  void cut(const Lengths& lengths, int64_t most) {
     int64_t piece = 0;
     for (int64_t numel : lengths) {
       for (int64_t start = 0; start < numel; start += most) {
@@ -301,15 +318,17 @@ class Job {
 
 class AdamJob : public Job {
  public:
-  AdamJob(int32_t body, const HostAdamPiece* pieces, int64_t count, bool touch, int num_threads)
-      : body_(body), touch_(touch), pieces_(pieces, pieces + count) {
+  AdamJob(int32_t body, const HostAdamPiece* pieces, int64_t count, bool touch, const HostAdamLog* log, int num_threads)
+      : body_(body), touch_(touch), pieces_(pieces, pieces + count), logs_(log != nullptr) {
+    if (logs_) log_ = *log;
     std::vector<int64_t> lengths;
     for (const HostAdamPiece& piece : pieces_) lengths.push_back(piece.numel);
-    cut(lengths, num_threads);
+    cut(lengths, logs_ ? log_.chunk : chunk_of(lengths, num_threads));
   }
 
-  void run(const Chunk& chunk) override {
+  void run(const Chunk& chunk, int thread) override {
     const HostAdamPiece& piece = pieces_[chunk.piece];
+    if (logs_) return run_logged(piece, chunk, thread);
     Arrays arrays = piece.arrays;
     arrays.advance(chunk.start);
     if (touch_) touch(body_, arrays, chunk.numel);
@@ -318,19 +337,57 @@ class AdamJob : public Job {
   }
 
  private:
+  // Row by row, so that a process that is killed leaves at most one row a thread half written, with its old values in
+  // the thread's slot. Rows and slots stay in the caches. The stores of a killed thread are there in their order.
+  void run_logged(const HostAdamPiece& piece, const Chunk& chunk, int thread) {
+    char* const slot = log_.slots + thread * log_.slot_bytes;
+    int64_t* const header = reinterpret_cast<int64_t*>(slot);
+    int64_t* const counter = piece.counters + chunk.start / log_.chunk;
+    for (int64_t start = *counter; start < chunk.numel;) {
+      const int64_t numel = std::min(log_.row, chunk.numel - start);
+      Arrays arrays = piece.arrays;
+      arrays.advance(chunk.start + start);
+      __atomic_store_n(header, 0, __ATOMIC_RELAXED);
+      std::atomic_thread_fence(std::memory_order_release);
+      keep(slot + kSlotHeader * 8, arrays, numel);
+      header[1] = log_.bucket;
+      header[2] = counter - log_.counters;
+      header[3] = start;
+      header[4] = numel;
+      __atomic_store_n(header, log_.step, __ATOMIC_RELEASE);
+      std::atomic_thread_fence(std::memory_order_release);
+      adam(body_, piece.scalars, arrays, numel);
+      start += numel;
+      __atomic_store_n(counter, start, __ATOMIC_RELEASE);
+    }
+    finish_streams();
+  }
+
+  // Copies what a row's update writes over, each array in its quarter of the slot.
+  void keep(char* values, const Arrays& a, int64_t numel) const {
+    const int64_t room = log_.row * 4;
+    __builtin_memcpy(values, a.weight, numel * size_of(a.weight_type));
+    __builtin_memcpy(values + room, a.exp_avg, numel * size_of(a.moment_type));
+    __builtin_memcpy(values + 2 * room, a.exp_avg_sq, numel * size_of(a.moment_type));
+    if (a.out == a.grad) __builtin_memcpy(values + 3 * room, a.grad, numel * size_of(a.grad_type));
+  }
+
   const int32_t body_;
   const bool touch_;
   const std::vector<HostAdamPiece> pieces_;
+  const bool logs_;
+  HostAdamLog log_;
 };
 
 class NormJob : public Job {
  public:
   NormJob(int32_t body, const void* array, Type type, int64_t numel, int num_threads)
       : body_(body), array_(static_cast<const char*>(array)), type_(type), row_sums_((numel + kRow - 1) / kRow) {
-    cut(std::vector<int64_t>{numel}, num_threads);
+    const std::vector<int64_t> lengths{numel};
+    cut(lengths, chunk_of(lengths, num_threads));
   }
 
-  void run(const Chunk& chunk) override {
+  void run(const Chunk& chunk, int) override {
     squares(body_, array_ + chunk.start * size_of(type_), type_, chunk.numel, &row_sums_[chunk.start / kRow]);
   }
 
@@ -350,7 +407,7 @@ class HostAdamPool {
  public:
   explicit HostAdamPool(int num_threads) {
     try {
-      for (int i = 0; i < num_threads; ++i) threads_.emplace_back([this] { work(); });
+      for (int i = 0; i < num_threads; ++i) threads_.emplace_back([this, i] { work(i); });
     } catch (...) {
       close();
       throw;
@@ -381,7 +438,7 @@ class HostAdamPool {
     for (std::thread& thread : threads_) thread.join();
   }
 
-  void work() {
+  void work(int thread) {
     keep_subnormals();
     std::unique_lock<std::mutex> lock(mutex_);
     while (true) {
@@ -391,7 +448,7 @@ class HostAdamPool {
       const Chunk& chunk = job->chunks()[job->next++];
       if (job->next == job->chunks().size()) jobs_.pop_front();
       lock.unlock();
-      job->run(chunk);
+      job->run(chunk, thread);
       job->finish_chunk();
       job.reset();
       lock.lock();
@@ -413,7 +470,7 @@ struct HostAdamTicket {
 extern "C" {
 
 // What host_adam.py expects; raised whenever a struct or a signature changes.
-int32_t host_adam_version() { return 2; }
+int32_t host_adam_version() { return 3; }
 
 int32_t host_adam_has_body(int32_t body) { return has_body(body); }
 
@@ -429,11 +486,12 @@ HostAdamPool* host_adam_pool_create(int32_t num_threads) {
 void host_adam_pool_destroy(HostAdamPool* pool) { delete pool; }
 
 // Returns at once; the arrays must stay until host_adam_wait returns. With `touch` the arrays are read and written in
-// the same pattern without the arithmetic: the ceiling that benchmarks compare with.
+// the same pattern without the arithmetic: the ceiling that benchmarks compare with. With a log, if it is not null,
+// chunks go on where their counters are, and another process can finish what this one leaves.
 HostAdamTicket* host_adam_submit(HostAdamPool* pool, int32_t body, const HostAdamPiece* pieces, int64_t count,
-                                 int32_t touch) {
+                                 int32_t touch, const HostAdamLog* log) {
   try {
-    auto job = std::make_shared<AdamJob>(body, pieces, count, touch != 0, pool->num_threads());
+    auto job = std::make_shared<AdamJob>(body, pieces, count, touch != 0, log, pool->num_threads());
     auto ticket = std::make_unique<HostAdamTicket>(HostAdamTicket{job});
     pool->submit(job);
     return ticket.release();
