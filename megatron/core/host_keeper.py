@@ -2,10 +2,10 @@
 
 It creates memfds, hands them over a Unix socket, and maps none. It belongs to one launcher, the
 process that starts and restarts the ranks, and ends with it, however that ends. Its socket has an
-abstract name made of the launcher's identity: two jobs never share a keeper, and nothing is left
-of a job that has ended.
+abstract name made of the launcher's identity: two jobs never share a keeper, and a job that has
+ended leaves no keeper.
 
-This file is also the keeper's program. It imports nothing of the project, and starts in
+This file is also the keeper's program. It does not import the project, and starts in
 milliseconds.
 """
 
@@ -28,14 +28,14 @@ from collections import Counter
 from pathlib import Path
 from typing import Any, NamedTuple
 
-_MOST_BYTES = 1 << 16  # of a request or an answer
+_MOST_BYTES = 1 << 16  # of a request or a response
 _PATIENCE_SECONDS = 60.0  # for a keeper to start, and for a killed rank to end
 _POLL_SECONDS = 0.02
 _CREDENTIALS = struct.Struct("3i")  # pid, user, group
 
 
 class KeeperError(RuntimeError):
-    """The keeper does not answer, or refuses."""
+    """The keeper does not respond, or rejects a request."""
 
 
 class Given(NamedTuple):
@@ -53,7 +53,7 @@ class Given(NamedTuple):
 class Keeper:
     """A rank's connection to the keeper of its machine.
 
-    `start` and `connect` raise KeeperError, as all methods do, if the keeper does not answer.
+    `start` and `connect` raise KeeperError, as all methods do, if the keeper does not respond.
     """
 
     def __init__(self, launcher: int, rank: int) -> None:
@@ -99,7 +99,7 @@ class Keeper:
         return died_at
 
     def open(self, name: str, nbytes: int) -> Given:
-        """The file of this name, created if there is none. KeeperError if it has another size."""
+        """The file of this name, created on the first request. KeeperError for another size."""
         answer, descriptors = self._exchange("open", name=name, nbytes=nbytes)
         if len(descriptors) != 1:
             raise KeeperError(f"The keeper has no memory for {name}: {answer['error']}.")
@@ -138,7 +138,7 @@ class Keeper:
                 connection.shutdown(socket.SHUT_WR)
                 return _received(connection)
         except (OSError, ValueError) as error:
-            raise KeeperError(f"The keeper does not answer: {error}.") from error
+            raise KeeperError(f"The keeper does not respond: {error}.") from error
 
     def _opened(self) -> socket.socket:
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -160,8 +160,8 @@ class KeptMemory:
     A file has a trailer behind its contents, which shows whose they are.
 
     Attributes:
-        is_restored: whether the contents are those of an earlier process of this rank, and must
-            not be initialized.
+        is_restored: whether an earlier process of this rank wrote the contents, which must not be
+            initialized.
     """
 
     def __init__(self, keeper: Keeper, identity: str) -> None:
@@ -199,7 +199,7 @@ class KeptMemory:
             self._map(name, nbytes).close()
 
     def forget(self) -> None:
-        """Drops all files; those mapped from now on are new ones."""
+        """Drops all files. Files that are mapped later are new ones."""
         self.is_restored = False
         self._numbers.clear()
         self._sizes.clear()
@@ -297,7 +297,7 @@ def _checksum(number: int, content: bytes) -> int:
 
 
 def _received(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
-    """An answer, and the descriptors that came with it."""
+    """A response, and the descriptors that came with it."""
     room = socket.CMSG_SPACE(array.array("i").itemsize)
     content, descriptors = b"", array.array("i")
     while True:
@@ -346,7 +346,7 @@ def _start(launcher: int) -> None:
 
 
 class _Rank:
-    """What the keeper knows of a rank."""
+    """The keeper's data of a rank."""
 
     def __init__(self) -> None:
         self.files: dict[str, tuple[int, int]] = {}  # descriptor and size
@@ -360,7 +360,7 @@ class _Rank:
 
 
 class _Server:
-    """Answers one request per connection, until the launcher ends."""
+    """Serves one request per connection, until the launcher ends."""
 
     def __init__(self, launcher: int) -> None:
         self._launcher = os.pidfd_open(launcher)
@@ -400,7 +400,7 @@ class _Server:
         rank.owner, rank.died_at = None, time.time()
 
     def _read(self, asking: _Asking) -> None:
-        """Reads what has come of a request, and answers a whole one. An idle connection is a rank
+        """Reads a part of a request, and responds once it is complete. An idle connection is a rank
         that watches for the keeper's death.
         """
         part = b""
@@ -459,7 +459,7 @@ class _Server:
 
 
 class _Asking:
-    """A connection, and what has come of its request."""
+    """A connection, and the part of its request that has arrived."""
 
     def __init__(self, connection: socket.socket, pid: int) -> None:
         self.connection = connection

@@ -1,4 +1,4 @@
-"""`KeptState`: with `--keep-host-state`, a restarted rank goes on with the memory of the last one.
+"""`KeptState`: with `--keep-host-state`, a restarted rank continues from the last one's memory.
 
     kept = KeptState.open(config, launch, device)       # all ranks together, before the model
     engine = build_engine(..., kept=kept.memory)
@@ -14,9 +14,10 @@ A step is recorded in the keeper's memory (host_keeper.py) as it proceeds:
                                                                 parameters have gradients
     decided   n        the ranks have agreed                    the step's result
 
-`n` is one more than the iterations before the step, and of `ended` one more than those made. The
-ranks' vote comes between `landed` and `decided`. So if any rank has decided a step, all ranks have
-its gradients, and finish it; otherwise none has changed anything, and the step is made anew.
+`n` is one more than the number of iterations before the step; for `ended`, one more than the number
+of finished iterations. The ranks' vote comes between `landed` and `decided`. So if any rank has
+decided a step, all ranks have its gradients, and finish it; otherwise no rank has changed its
+states, and the step is made anew.
 """
 
 from __future__ import annotations
@@ -91,7 +92,7 @@ class KeptState:
     @classmethod
     def open(cls, config: RunConfig, launch: Launch, device: Device) -> KeptState:
         """Connects to the keeper, and finds out whether there is a state that all ranks can
-        continue from; `memory.is_restored` says so. All ranks call it together.
+        continue from (`memory.is_restored`). All ranks call it together.
 
         Raises:
             KeeperError: if there is no keeper.
@@ -157,7 +158,7 @@ class KeptState:
         self._records.write("ended", self._coming, json.dumps(info.to_plain()).encode())
 
     def forget(self) -> None:
-        """Has a restarted run resume from a checkpoint. Nothing is recorded any more."""
+        """Drops all records: a restarted run resumes from a checkpoint."""
         for kind in _KINDS:
             self._records.clear(kind)
 

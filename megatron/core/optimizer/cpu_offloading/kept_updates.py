@@ -98,7 +98,7 @@ class KeptUpdates:
     def _carry_on(
         self, kernel: HostKernel, number: int, pieces: Sequence[Piece], grad_scale: float
     ) -> Callable[[], None]:
-        """Starts to update what the counters of the chunks leave."""
+        """Starts to update the elements after the counters of the chunks."""
         progress, step = self._progress[number], self.step
         counters = progress[_COUNTERS:]
         if kernel.submit_logged is not None:
