@@ -26,7 +26,7 @@ import time
 import zlib
 from collections import Counter
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 _MOST_BYTES = 1 << 16  # of a request or a response
 _PATIENCE_SECONDS = 60.0  # for a keeper to start, and for a killed rank to end
@@ -38,22 +38,14 @@ class KeeperError(RuntimeError):
     """The keeper does not respond, or rejects a request."""
 
 
-class Given(NamedTuple):
-    """A memory file.
-
-    Attributes:
-        descriptor: belongs to the caller, who closes it.
-        is_new: whether it was created for this request; then all of it is zero.
-    """
-
-    descriptor: int
-    is_new: bool
-
-
 class Keeper:
     """A rank's connection to the keeper of its machine.
 
-    `start` and `connect` raise KeeperError, as all methods do, if the keeper does not respond.
+    All methods raise KeeperError if the keeper does not respond.
+
+    Attributes:
+        files: the sizes in bytes of the files that the rank had as this process connected, by name.
+        died_at: when the rank's last process died, in seconds since 1970; None: there was none.
     """
 
     def __init__(self, launcher: int, rank: int) -> None:
@@ -62,6 +54,8 @@ class Keeper:
             launcher: process id of the launcher.
             rank: among all ranks of the job. Each has separate files.
         """
+        self.files: dict[str, int] = {}
+        self.died_at: float | None = None
         self._address = _address(launcher)
         self._launcher = launcher
         self._rank = rank
@@ -85,29 +79,23 @@ class Keeper:
                     is_started = True
                     _start(self._launcher)
             _pause(deadline, "it did not start")
-        while (owner := self._ask("claim")["owner"]) is not None:
+        while (owner := (found := self._request("claim")[0])["owner"]) is not None:
             _pause(deadline, f"process {owner}, which had the memory of rank {self._rank}, runs on")
+        self.files, self.died_at = found["files"], found["died_at"]
 
-    def files(self) -> dict[str, int]:
-        """The sizes in bytes of this rank's files, by name."""
-        sizes: dict[str, int] = self._ask("files")["files"]
-        return sizes
-
-    def died_at(self) -> float | None:
-        """When the rank's last process died, in seconds since 1970; None: there was none."""
-        died_at: float | None = self._ask("died_at")["died_at"]
-        return died_at
-
-    def open(self, name: str, nbytes: int) -> Given:
-        """The file of this name, created on the first request. KeeperError for another size."""
-        answer, descriptors = self._exchange("open", name=name, nbytes=nbytes)
+    def open(self, name: str, nbytes: int) -> int:
+        """A new descriptor of the file of this name, which is created on the first request, and is
+        zero then. KeeperError for another size.
+        """
+        response, descriptors = self._request("open", name=name, nbytes=nbytes)
         if len(descriptors) != 1:
-            raise KeeperError(f"The keeper has no memory for {name}: {answer['error']}.")
-        return Given(descriptors[0], answer["is_new"])
+            raise KeeperError(f"The keeper has no memory for {name}: {response['error']}.")
+        return descriptors[0]
 
     def forget(self) -> None:
         """Drops this rank's files. Their memory is freed once no process maps them."""
-        self._ask("forget")
+        self._request("forget")
+        self.files = {}
 
     @property
     def is_alive(self) -> bool:
@@ -127,10 +115,7 @@ class Keeper:
             self._alive.close()
             self._alive = None
 
-    def _ask(self, what: str) -> dict[str, Any]:
-        return self._exchange(what)[0]
-
-    def _exchange(self, what: str, **fields: object) -> tuple[dict[str, Any], list[int]]:
+    def _request(self, what: str, **fields: object) -> tuple[dict[str, Any], list[int]]:
         request = {"what": what, "rank": self._rank, **fields}
         try:
             with self._opened() as connection:
@@ -157,23 +142,17 @@ class Keeper:
 class KeptMemory:
     """A rank's memory with its keeper, as slabs and records map it.
 
-    A file has a trailer behind its contents, which shows whose they are.
-
     Attributes:
         is_restored: whether an earlier process of this rank wrote the contents, which must not be
             initialized.
+        sizes: the bytes of each file that was mapped, by name.
     """
 
-    def __init__(self, keeper: Keeper, identity: str) -> None:
-        """
-        Args:
-            identity: of the run's settings and the rank; other contents are of no use.
-        """
+    def __init__(self, keeper: Keeper) -> None:
         self.is_restored = False
+        self.sizes: dict[str, int] = {}
         self._keeper = keeper
-        self._identity = identity
         self._numbers: Counter[str] = Counter()
-        self._sizes: dict[str, int] = {}
 
     def map(self, purpose: str, nbytes: int) -> mmap.mmap:
         """Maps a file, zero at first. Files of one purpose are mapped in the same order each time.
@@ -182,19 +161,17 @@ class KeptMemory:
             nbytes: more than 0.
 
         Raises:
-            KeeperError: for a file of another size, and one without its trailer.
+            KeeperError: for a file of another size.
         """
         name = f"{purpose} {self._numbers[purpose]}"
         self._numbers[purpose] += 1
-        self._sizes[name] = nbytes
+        self.sizes[name] = nbytes
         return self._map(name, nbytes)
 
     def check(self, sizes: dict[str, int]) -> None:
-        """KeeperError unless the rank's files are these, each with its trailer."""
-        found = self._keeper.files()
-        expected = {name: _with_trailer(nbytes) for name, nbytes in sizes.items()}
-        if found != expected:
-            raise KeeperError(f"The kept memory is {found}, but {expected} was recorded.")
+        """KeeperError unless the rank's files are these."""
+        if self._keeper.files != sizes:
+            raise KeeperError(f"The kept memory is {self._keeper.files} instead of {sizes}.")
         for name, nbytes in sizes.items():
             self._map(name, nbytes).close()
 
@@ -202,40 +179,19 @@ class KeptMemory:
         """Drops all files. Files that are mapped later are new ones."""
         self.is_restored = False
         self._numbers.clear()
-        self._sizes.clear()
+        self.sizes.clear()
         self._keeper.forget()
 
-    @property
-    def sizes(self) -> dict[str, int]:
-        """The bytes of each file that was mapped, by name."""
-        return dict(self._sizes)
-
     def _map(self, name: str, nbytes: int) -> mmap.mmap:
-        size = _with_trailer(nbytes)
-        given = self._keeper.open(name, size)
+        descriptor = self._keeper.open(name, nbytes)
         try:
-            found = os.fstat(given.descriptor).st_size
-            if found != size:
-                raise KeeperError(f"The kept memory {name} has {found} bytes instead of {size}.")
-            mapping = mmap.mmap(given.descriptor, size, mmap.MAP_SHARED)
+            # The keeper has the size that it was created with.
+            found = os.fstat(descriptor).st_size
+            if found != nbytes:
+                raise KeeperError(f"The kept memory {name} has {found} bytes instead of {nbytes}.")
+            return mmap.mmap(descriptor, nbytes, mmap.MAP_SHARED)
         finally:
-            os.close(given.descriptor)
-
-        trailer = f"{self._identity} {name} {nbytes}".encode()
-        place = slice(size - _TRAILER_BYTES, size - _TRAILER_BYTES + len(trailer))
-        if given.is_new:
-            mapping[place] = trailer
-        elif mapping[place] != trailer:
-            mapping.close()
-            raise KeeperError(f"The kept memory {name} is damaged, or another run's.")
-        return mapping
-
-
-_TRAILER_BYTES = mmap.PAGESIZE
-
-
-def _with_trailer(nbytes: int) -> int:
-    return -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE + _TRAILER_BYTES
+            os.close(descriptor)
 
 
 class Records:
@@ -412,20 +368,18 @@ class _Server:
         self._selector.unregister(asking.connection)
         with asking.connection as connection, contextlib.suppress(OSError, ValueError, KeyError):
             if asking.content:
-                answer, descriptors = self._answer(json.loads(asking.content), asking.pid)
+                response, descriptors = self._response(json.loads(asking.content), asking.pid)
                 rights = array.array("i", descriptors)
                 ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)] if descriptors else []
-                connection.sendmsg([json.dumps(answer).encode()], ancillary)
+                connection.sendmsg([json.dumps(response).encode()], ancillary)
 
-    def _answer(self, request: dict[str, Any], pid: int) -> tuple[dict[str, Any], list[int]]:
+    def _response(self, request: dict[str, Any], pid: int) -> tuple[dict[str, Any], list[int]]:
         rank = self._ranks.setdefault(int(request["rank"]), _Rank())
         match request["what"]:
             case "claim":
-                return {"owner": self._claim(rank, pid)}, []
-            case "files":
-                return {"files": {name: size for name, (_, size) in rank.files.items()}}, []
-            case "died_at":
-                return {"died_at": rank.died_at}, []
+                files = {name: size for name, (_, size) in rank.files.items()}
+                owner = self._claim(rank, pid)
+                return {"owner": owner, "files": files, "died_at": rank.died_at}, []
             case "forget":
                 rank.forget()
                 return {}, []
@@ -443,8 +397,7 @@ class _Server:
         return None
 
     def _open(self, rank: _Rank, name: str, nbytes: int) -> tuple[dict[str, Any], list[int]]:
-        is_new = name not in rank.files
-        if is_new:
+        if name not in rank.files:
             descriptor = os.memfd_create(f"rank memory: {name}"[:200], os.MFD_CLOEXEC)
             try:
                 os.ftruncate(descriptor, nbytes)
@@ -455,7 +408,7 @@ class _Server:
         descriptor, size = rank.files[name]
         if size != nbytes:
             return {"error": f"it has {size} bytes, not {nbytes}"}, []
-        return {"is_new": is_new}, [descriptor]
+        return {}, [descriptor]
 
 
 class _Asking:

@@ -8,7 +8,8 @@
 A step is recorded in the keeper's memory (host_keeper.py) as it proceeds:
 
     record    number   when                                     contents
-    built     1        once the model has been built            the sizes of all memory files
+    built     1        once the model has been built            the settings' digest, and the sizes
+                                                                of all memory files
     ended     n        before the first step, and after each    the plain data of a checkpoint
     landed    n        all gradients are in host memory         random states, buffers, and which
                                                                 parameters have gradients
@@ -36,10 +37,12 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron.core.device import Device
+from megatron.core.dist_checkpointing.errors import CheckpointError
 from megatron.core.host_keeper import Keeper, KeeperError, KeptMemory, Records
 from megatron.core.issued_collectives import issuing
 from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDeviceOptimizer
 from megatron.core.optimizer.cpu_offloading.kept_updates import Landed
+from megatron.core.options import ConfigError
 from megatron.training.checkpoint.load_extras import RunData
 from megatron.training.checkpoint.run_info import RecoverInfo
 from megatron.training.config import RunConfig
@@ -76,15 +79,14 @@ class KeptState:
         memory: where the host memory of the engine comes from.
     """
 
-    def __init__(
-        self, config: RunConfig, device: Device, keeper: Keeper, memory: KeptMemory
-    ) -> None:
+    def __init__(self, config: RunConfig, device: Device, keeper: Keeper, identity: str) -> None:
         """Use `open`."""
-        self.memory = memory
+        self.memory = KeptMemory(keeper)
         self._config = config
         self._device = device
         self._keeper = keeper
-        self._records = Records(memory, _KINDS)
+        self._identity = identity
+        self._records = Records(self.memory, _KINDS)
         self._engine: ModuleEngine | None = None
         self._number = 0  # of the step to restore
         self._has_warned = False
@@ -99,27 +101,26 @@ class KeptState:
         """
         keeper = Keeper(os.getppid(), launch.rank)
         keeper.connect(starts=launch.local_rank == 0)
-        memory = KeptMemory(keeper, _identity(config, launch))
+        kept = cls(config, device, keeper, _identity(config, launch))
         try:
-            kept = cls(config, device, keeper, memory)
             is_intact = kept._is_intact()
         except KeeperError as error:
             logger.warning("%s", error)
-            memory.forget()
-            kept, is_intact = cls(config, device, keeper, memory), False
+            is_intact = False
         kept._agree(is_intact)
-        if not memory.is_restored:
+        if not kept.memory.is_restored:
             if launch.restart_count:
                 logger.warning("there is no kept host state that all ranks can continue from")
-            memory.forget()
-            kept._records = Records(memory, _KINDS)
+            kept.memory.forget()
+            kept._records = Records(kept.memory, _KINDS)
         return kept
 
     def attach(self, engine: ModuleEngine) -> None:
         """Takes the engine, which has been built with this memory."""
         self._engine = engine
         if not self.memory.is_restored:
-            self._records.write("built", 1, json.dumps(self.memory.sizes).encode())
+            built = {"identity": self._identity, "sizes": self.memory.sizes}
+            self._records.write("built", 1, json.dumps(built).encode())
 
     # Recording
 
@@ -169,8 +170,16 @@ class KeptState:
         ranks call it together.
 
         Raises:
-            CheckpointError: if a record does not fit this run.
+            CheckpointError, ConfigError, ValueError: if a record does not fit this run. The next
+                start resumes from a checkpoint.
         """
+        try:
+            return self._restored()
+        except (CheckpointError, ConfigError, ValueError):
+            self.forget()
+            raise
+
+    def _restored(self) -> Restored:
         engine, number = self._own_engine, self._number
         state = engine.state
         decided = _unpacked(self._decided())
@@ -191,17 +200,18 @@ class KeptState:
         set_rng_state(self._device, own["rng"])
 
         has_ended = self._least(number + 1 in self._records.read("ended")) == 1
-        failed_at = self._least(_milliseconds(self._keeper.died_at())) / 1000
+        failed_at = self._least(_milliseconds(self._keeper.died_at)) / 1000
         if has_ended:
             return Restored(self._info(number + 1), None, failed_at)
         return Restored(before, result, failed_at)
 
     def _is_intact(self) -> bool:
         """Whether this rank has all memory files of a run with these settings."""
-        built = self._records.read("built").get(1)
-        if built is None:
+        content = self._records.read("built").get(1)
+        built = {} if content is None else json.loads(content)
+        if built.get("identity") != self._identity:
             return False
-        self.memory.check(json.loads(built))
+        self.memory.check(built["sizes"])
         return True
 
     def _agree(self, is_intact: bool) -> None:

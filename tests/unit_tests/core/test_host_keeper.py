@@ -29,8 +29,8 @@ def _connected(pid: int, rank: int = 0) -> Keeper:
     return keeper
 
 
-def _memory(pid: int, rank: int = 0, identity: str = "a run") -> KeptMemory:
-    return KeptMemory(_connected(pid, rank), identity)
+def _memory(pid: int, rank: int = 0) -> KeptMemory:
+    return KeptMemory(_connected(pid, rank))
 
 
 def _comes_true(condition: Callable[[], bool]) -> bool:
@@ -87,8 +87,8 @@ def _replacement() -> None:
         os.kill(keepers_of(pid)[0], signal.SIGKILL)
         assert _comes_true(lambda: not keeper.is_alive)
         with pytest.raises(KeeperError):
-            keeper.files()
-        assert _connected(pid).files() == {}
+            keeper.open("states 0", 1 << 20)
+        assert _connected(pid).files == {}
 
 
 def test_a_killed_keeper_is_noticed_and_its_successor_has_no_files(nursery):
@@ -121,24 +121,27 @@ def test_a_rank_waits_until_its_predecessor_has_ended(nursery):
 
 def _refusals() -> None:
     with launcher() as pid:
-        memory = _memory(pid)
+        first = _memory(pid)
         sizes = {"states 0": 1 << 20, "states 1": 5000}
         for nbytes in sizes.values():
-            memory.map("states", nbytes)
+            first.map("states", nbytes)
+        assert first.sizes == sizes
+        memory = _memory(pid)
         memory.check(sizes)
-        assert memory.sizes == sizes
         with pytest.raises(KeeperError, match="5001"):
-            memory.check({**sizes, "states 1": 5001 + 4096})
-        with pytest.raises(KeeperError, match="damaged"):
-            _memory(pid, identity="another run").check(sizes)
+            memory.check({**sizes, "states 1": 5001})
+        descriptor = memory._keeper.open("states 1", 5000)
+        os.ftruncate(descriptor, 4000)
+        with pytest.raises(KeeperError, match="4000"):
+            memory.check(sizes)
         with pytest.raises(KeeperError, match="1048576"):
-            KeptMemory(_connected(pid), "a run").map("states", 1 << 21)
+            memory.map("states", 1 << 21)
         memory.forget()
         assert memory.sizes == {}
         assert memory.map("states", 1 << 21)[:3] == bytes(3)
 
 
-def test_memory_of_other_sizes_or_another_run_is_refused_until_it_is_forgotten(nursery):
+def test_memory_of_other_sizes_is_rejected_until_it_is_forgotten(nursery):
     nursery.run(_refusals)
 
 

@@ -43,7 +43,7 @@ ITERATIONS = 4  # of SETTINGS
 FLAGS = [
     *"--bf16 --main-grads-dtype bf16 --hidden-dropout 0.1 --log-interval 2".split(),
     *"--optimizer-cpu-offload --overlap-cpu-optimizer-d2h-h2d".split(),
-    *"--overlap-optimizer-with-forward --eval-interval 2 --save-interval 100".split(),
+    *"--overlap-optimizer-with-forward --eval-interval 2".split(),
 ]
 KEPT = ["--keep-host-state"]
 PARTS = 8  # of all moments, each a test
@@ -55,6 +55,9 @@ class Moment(NamedTuple):
     lane: str
     number: int
     is_over: bool
+
+
+NEVER = Moment("no lane", 0, False)  # for ranks that are killed otherwise
 
 
 @pytest.fixture(scope="module")
@@ -140,16 +143,8 @@ def _start(
     return None
 
 
-class Outcome(NamedTuple):
-    """How a run ended.
-
-    Attributes:
-        starts: the iteration, and whether the state was kept, of each start after the first.
-        values: losses and states.
-    """
-
-    starts: list[tuple[int, bool]]
-    values: dict[str, object]
+# The iteration, and whether the state was kept, of each start after the first; losses and states.
+Outcome = tuple[list[tuple[int, bool]], dict[str, object]]
 
 
 def _outcome(root: Path, world_size: int) -> Outcome:
@@ -164,7 +159,7 @@ def _outcome(root: Path, world_size: int) -> Outcome:
     values["evaluator"] = state["evaluator"]
     resumed = [event for event in read_events(root) if event["event"] == EventKind.RESUME]
     starts = [(event["iteration"], event["failed_at"] is not None) for event in resumed[1:]]
-    return Outcome(starts, values)
+    return starts, values
 
 
 def _undisturbed(root: Path, world_size: int) -> tuple[list[str], dict[str, object]]:
@@ -172,8 +167,8 @@ def _undisturbed(root: Path, world_size: int) -> tuple[list[str], dict[str, obje
     lanes = _start(root / "lanes", world_size, KEPT)
     assert lanes is not None
     assert _start(root / "plain", world_size, []) is not None
-    expected = _outcome(root / "plain", world_size).values
-    assert _outcome(root / "lanes", world_size).values == expected
+    _, expected = _outcome(root / "plain", world_size)
+    assert _outcome(root / "lanes", world_size)[1] == expected
     return lanes[-1], expected
 
 
@@ -181,8 +176,8 @@ def _killed(
     root: Path,
     world_size: int,
     moments: Sequence[Moment],
-    flags: Sequence[str] = (),
-    between: Callable[[], None] = lambda: None,
+    flags: Sequence[str],
+    between: Callable[[], None],
 ) -> Outcome:
     """Starts a run, kills it at each of the moments of a start, and lets it end."""
     for restart, moment in enumerate(moments):
@@ -208,14 +203,25 @@ class Scene:
             for number, is_over in itertools.product(range(counted[lane]), (False, True))
         ]
 
-    def starts(self, moments: Sequence[Moment], **options: Any) -> list[tuple[int, bool]]:
-        """The starts of a run that ends with the bits of the undisturbed one."""
-        outcome = self._nursery.run(
-            functools.partial(_killed, **options), self._folder(), self._world_size, moments
-        )
+    def starts(
+        self,
+        moments: Sequence[Moment],
+        flags: Sequence[str] = (),
+        between: Callable[[], None] = lambda: None,
+        disturb: Callable[[], None] = lambda: None,
+    ) -> list[tuple[int, bool]]:
+        """The starts of a run that ends with the bits of the undisturbed one. `disturb` is called
+        in the process that starts the ranks.
+        """
+
+        def run(*args: Any) -> Outcome:
+            disturb()
+            return _killed(*args, flags=flags, between=between)
+
+        starts, values = self._nursery.run(run, self._folder(), self._world_size, moments)
         for name, value in self._expected.items():
-            assert outcome.values[name] == value, name
-        return outcome.starts
+            assert values[name] == value, name
+        return starts
 
     def _folder(self) -> Path:
         return Path(tempfile.mkdtemp(dir=self._home)) / "run"
@@ -265,8 +271,7 @@ def test_a_run_killed_at_the_start_of_a_phase_repeats_at_most_one_step(scene_of,
         "--inject",
         f"kill:step=3,at={phase}" if phase != "evaluate" else "kill:step=2,at=evaluate",
     ]
-    never = Moment("no lane", 0, False)
-    assert scene_of(1).starts([never], flags=inject) == [(2, True)]
+    assert scene_of(1).starts([NEVER], inject) == [(2, True)]
 
 
 def test_a_step_that_was_decided_but_not_reported_is_reported_once(scene_of):
@@ -282,19 +287,7 @@ def test_a_step_that_was_decided_but_not_reported_is_reported_once(scene_of):
 
         Loop._report = dying  # type: ignore[method-assign]
 
-    scene = scene_of(1)
-    outcome = scene._nursery.run(_with(die_in_report), scene._folder())
-    assert outcome.starts == [(2, True)]
-    for name, value in scene._expected.items():
-        assert outcome.values[name] == value, name
-
-
-def _with(disturb: Callable[[], None]) -> Callable[[Path], Outcome]:
-    def run(root: Path) -> Outcome:
-        disturb()
-        return _killed(root, 1, [Moment("no lane", 0, False)])
-
-    return run
+    assert scene_of(1).starts([NEVER], disturb=die_in_report) == [(2, True)]
 
 
 def _kill_keepers() -> None:
@@ -303,31 +296,32 @@ def _kill_keepers() -> None:
 
 
 def _damage_records() -> None:
-    """Overwrites the place of the records in the memory of rank 0."""
-    _overwrite("records 0", "all")
-
-
-def _damage_trailer() -> None:
-    _overwrite("states 0", "trailer")
-
-
-def _overwrite(name: str, where: str) -> None:
     def overwrite() -> None:
-        keeper = Keeper(os.getppid(), 0)
-        keeper.connect(starts=False)
-        size = keeper.files()[name]
-        descriptor = keeper.open(name, size).descriptor
-        for place in range(0, size, 1 << 26) if where == "all" else [size - 4096]:
+        descriptor = _opened("records 0")
+        for place in range(0, os.fstat(descriptor).st_size, 1 << 26):
             os.pwrite(descriptor, b"\1" * 200, place)
 
     Child(overwrite).result()
 
 
-@pytest.mark.parametrize("damage", [_kill_keepers, _damage_records, _damage_trailer])
+def _truncate_states() -> None:
+    def truncate() -> None:
+        os.ftruncate(_opened("states 0"), 4096)
+
+    Child(truncate).result()
+
+
+def _opened(name: str) -> int:
+    keeper = Keeper(os.getppid(), 0)
+    keeper.connect(starts=False)
+    return keeper.open(name, keeper.files[name])
+
+
+@pytest.mark.parametrize("damage", [_kill_keepers, _damage_records, _truncate_states])
 def test_without_an_intact_kept_state_a_run_resumes_from_its_checkpoint(scene_of, damage):
     scene = scene_of(1)
     last = [moment for moment in scene.moments() if moment.lane == "optimizer host"][-1]
-    starts = scene.starts([last], flags=["--save-interval", "2"], between=damage)
+    starts = scene.starts([last], ["--save-interval", "2"], between=damage)
     assert starts == [(2, False)]
 
 

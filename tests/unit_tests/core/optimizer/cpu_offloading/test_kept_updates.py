@@ -34,7 +34,7 @@ class Arrays:
     def __init__(self, launcher: int, grad_dtype: torch.dtype) -> None:
         keeper = Keeper(launcher, 0)
         keeper.connect(starts=True)
-        memory = KeptMemory(keeper, "a run")
+        memory = KeptMemory(keeper)
         self.numel, self.slots = sum(NUMELS), NUMELS
         self._flat: list[torch.Tensor] = []
         for dtype in (grad_dtype, *3 * (torch.float32,)):
