@@ -25,6 +25,7 @@ import pytest
 import pretrain_gpt
 from megatron.core.host_keeper import Keeper
 from megatron.core.lanes import ThreadLane
+from megatron.core.optimizer.cpu_offloading.kept_updates import KeptUpdates
 from megatron.core.options import ConfigError
 from megatron.training.health.events import EventKind, read_events
 from megatron.training.loop import Loop
@@ -46,6 +47,7 @@ FLAGS = [
     *"--overlap-optimizer-with-forward --eval-interval 2".split(),
 ]
 KEPT = ["--keep-host-state"]
+NUM_BUCKETS = 2  # of the one layer and the rest
 PARTS = 8  # of all moments, each a test
 
 
@@ -238,16 +240,33 @@ def _is_within(starts: Sequence[tuple[int, bool]]) -> bool:
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_a_run_killed_in_some_operations_of_its_lanes_ends_with_equal_bits(scene_of, world_size):
+def test_ranks_killed_in_updates_one_after_the_other_end_with_equal_bits(scene_of, world_size):
     scene = scene_of(world_size)
     updates = [moment for moment in scene.moments() if moment.lane == "optimizer host"]
-    middle = updates[len(updates) // 2]
-    assert [is_kept for _, is_kept in scene.starts([middle])] == [True]
-    # The restarted ranks are killed before they have taken a step, and then in one.
-    copies = [moment for moment in scene.moments() if moment.lane == "optimizer h2d"]
-    starts = scene.starts([copies[-1], Moment("optimizer host", 0, True)])
+    # The restarted ranks are killed in their first step.
+    starts = scene.starts([updates[len(updates) // 3], updates[1]])
     assert [is_kept for _, is_kept in starts] == [True, True]
-    assert starts[0][0] < starts[1][0] or starts[0][0] == ITERATIONS
+    assert starts[0][0] < starts[1][0] < ITERATIONS
+
+
+def test_ranks_killed_while_they_finish_a_step_finish_it_in_the_next_start(scene_of):
+    def die_in_second_bucket() -> None:
+        start = KeptUpdates._carry_on
+        numbers: list[int] = []
+
+        def dying(self: KeptUpdates, kernel: Any, number: int, *rest: Any) -> Callable[[], None]:
+            numbers.append(number)
+            if os.environ["TORCHELASTIC_RESTART_COUNT"] == "1" and len(numbers) == 2:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return start(self, kernel, number, *rest)
+
+        KeptUpdates._carry_on = dying  # type: ignore[method-assign]
+
+    scene = scene_of(1)
+    # The last step has been decided, and none of its buckets has been updated.
+    starts_of_updates = [each for each in scene.moments() if each.lane == "optimizer host start"]
+    last = starts_of_updates[-2 * NUM_BUCKETS]
+    assert scene.starts([last, NEVER], disturb=die_in_second_bucket) == [(ITERATIONS, True)]
 
 
 @pytest.mark.wide
