@@ -56,7 +56,7 @@ class Keeper:
         """
         self.files: dict[str, int] = {}
         self.died_at: float | None = None
-        self._address = _address(launcher)
+        self._address = b""
         self._launcher = launcher
         self._rank = rank
         self._alive: socket.socket | None = None  # the keeper closes its end when it dies
@@ -68,17 +68,15 @@ class Keeper:
             starts: whether to start a keeper if the machine has none; by one rank of a machine.
         """
         deadline = time.monotonic() + _PATIENCE_SECONDS
-        is_started = not starts
-        while True:
-            try:
-                self._alive = self._opened()
-                self._alive.setblocking(False)
-                break
-            except ConnectionRefusedError:
-                if not is_started:
-                    is_started = True
+        try:
+            self._address = _address(self._launcher)
+            while not self._reach():
+                if starts:
+                    starts = False
                     _start(self._launcher)
-            _pause(deadline, "it did not start")
+                _pause(deadline, "it did not start")
+        except OSError as error:
+            raise KeeperError(f"The keeper cannot be used: {error}.") from error
         while (owner := (found := self._request("claim")[0])["owner"]) is not None:
             _pause(deadline, f"process {owner}, which had the memory of rank {self._rank}, runs on")
         self.files, self.died_at = found["files"], found["died_at"]
@@ -114,6 +112,15 @@ class Keeper:
         if self._alive is not None:
             self._alive.close()
             self._alive = None
+
+    def _reach(self) -> bool:
+        """Connects, if there is a keeper."""
+        try:
+            self._alive = self._opened()
+        except ConnectionRefusedError:
+            return False
+        self._alive.setblocking(False)
+        return True
 
     def _request(self, what: str, **fields: object) -> tuple[dict[str, Any], list[int]]:
         request = {"what": what, "rank": self._rank, **fields}

@@ -30,6 +30,7 @@ import json
 import logging
 import os
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import torch
@@ -92,24 +93,31 @@ class KeptState:
         self._has_warned = False
 
     @classmethod
-    def open(cls, config: RunConfig, launch: Launch, device: Device) -> KeptState:
+    def open(cls, config: RunConfig, launch: Launch, device: Device) -> KeptState | None:
         """Connects to the keeper, and finds out whether there is a state that all ranks can
         continue from (`memory.is_restored`). All ranks call it together.
 
-        Raises:
-            KeeperError: if there is no keeper.
+        Returns:
+            None, after a warning, if any rank has no keeper.
         """
         keeper = Keeper(os.getppid(), launch.rank)
-        keeper.connect(starts=launch.local_rank == 0)
-        kept = cls(config, device, keeper, _identity(config, launch))
+        kept, is_intact = None, False
         try:
+            keeper.connect(starts=launch.local_rank == 0)
+            kept = cls(config, device, keeper, _identity(config, launch))
             is_intact = kept._is_intact()
         except KeeperError as error:
             logger.warning("%s", error)
-            is_intact = False
+        if not _least(kept is not None, device) or kept is None:
+            logger.warning("--keep-host-state has no effect: a rank has no keeper")
+            with suppress(KeeperError):
+                keeper.forget()
+            keeper.close()
+            return None
+
         kept._agree(is_intact)
         if not kept.memory.is_restored:
-            if launch.restart_count:
+            if launch.restart_count and launch.rank == 0:
                 logger.warning("there is no kept host state that all ranks can continue from")
             kept.memory.forget()
             kept._records = Records(kept.memory, _KINDS)
@@ -245,11 +253,7 @@ class KeptState:
         return content
 
     def _least(self, value: int) -> int:
-        """The least of all ranks' numbers."""
-        least = torch.tensor(int(value), device=self._device.torch_device)
-        with issuing("all-reduce of the kept host states", least):
-            dist.all_reduce(least, dist.ReduceOp.MIN)
-        return int(least)
+        return _least(value, self._device)
 
     def _info(self, number: int) -> RecoverInfo:
         return RecoverInfo.from_plain(json.loads(self._records.read("ended")[number]), _SOURCE)
@@ -276,6 +280,14 @@ def _identity(config: RunConfig, launch: Launch) -> str:
     place = [launch.rank, launch.world_size, torch.__version__]
     plain = json.dumps([config.values(), place], sort_keys=True, default=str)
     return hashlib.sha256(plain.encode()).hexdigest()
+
+
+def _least(value: int, device: Device) -> int:
+    """The least of all ranks' numbers."""
+    least = torch.tensor(int(value), device=device.torch_device)
+    with issuing("all-reduce of the kept host states", least):
+        dist.all_reduce(least, dist.ReduceOp.MIN)
+    return int(least)
 
 
 def _buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

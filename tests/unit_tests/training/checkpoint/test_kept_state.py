@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 import pytest
 
 import pretrain_gpt
+from megatron.core import host_keeper
 from megatron.core.host_keeper import Keeper
 from megatron.core.lanes import ThreadLane
 from megatron.core.optimizer.cpu_offloading.kept_updates import KeptUpdates
@@ -342,6 +343,14 @@ def test_without_an_intact_kept_state_a_run_resumes_from_its_checkpoint(scene_of
     last = [moment for moment in scene.moments() if moment.lane == "optimizer host"][-1]
     starts = scene.starts([last], ["--save-interval", "2"], between=damage)
     assert starts == [(2, False)]
+
+
+def test_without_a_keeper_a_run_goes_its_way(scene_of):
+    def start_none() -> None:
+        host_keeper._start = lambda _launcher: None
+        host_keeper._PATIENCE_SECONDS = 0.1
+
+    assert scene_of(1).starts([], disturb=start_none) == []
 
 
 def test_a_run_that_no_launcher_restarts_is_refused():
