@@ -115,7 +115,7 @@ class Loop:
         stop: Stop | None = None
         if self.unreported is not None:
             self._report(self.unreported)
-            stop = self._follow(self.unreported, valid_data)
+            stop = self._follow(self.unreported, valid_data, is_repeated=True)
         if valid_data is not None and stop is None and self._is_evaluation_missing():
             self.evaluate(valid_data, "validation")
 
@@ -143,12 +143,19 @@ class Loop:
             logger.info("exiting at iteration %d of %d: %s", iteration, train_iters, stop.reason)
         return stop
 
-    def _follow(self, result: StepResult, valid_data: SampleDataset | None) -> Stop | None:
-        """What follows an iteration: an evaluation, a save, or the end."""
+    def _follow(
+        self, result: StepResult, valid_data: SampleDataset | None, *, is_repeated: bool = False
+    ) -> Stop | None:
+        """What follows an iteration: an evaluation, a save, or the end.
+
+        Args:
+            is_repeated: whether earlier processes may have done some of it.
+        """
         evaluates, save, stop = self.decide(result)
         if evaluates and valid_data is not None:
             self.evaluate(valid_data, "validation")
-        self._save(save)
+        if not (is_repeated and self.saver.is_published(self._iteration)):
+            self._save(save)
         return stop
 
     def decide(self, result: StepResult) -> Decision:
