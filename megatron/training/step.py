@@ -157,11 +157,11 @@ def train_step(
     bad_ranks = _ranks_with_bad_loss(told, mesh) if agreed.num_bad else ()
 
     mark(Phase.STEP)
-    update_histories(model, mesh.get_group())
     norm = math.nan if agreed.num_bad else agreed.grad_norm
     has_stepped = optimizer.step(norm, planned, grad_divisor=agreed.grad_divisor)
     if has_stepped and agreed.load is not None:
         update_expert_bias(model, agreed.load)
+    update_histories(model, mesh.get_group())  # after the launch of the step, which waits for none
     optimizer.zero_grad()
     loss_scale = None if optimizer.loss_scaler is None else optimizer.loss_scale
     num_samples = num_samples * mesh.size() // ranks_per_sample
