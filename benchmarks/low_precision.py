@@ -24,7 +24,7 @@ import torch
 from benchmarks.helpers import report
 from benchmarks.helpers.benchmark import Benchmark
 from benchmarks.helpers.result import Measurement, Ratio, Result, measured
-from benchmarks.helpers.text_runs import prepare_text, train_on_text
+from benchmarks.helpers.text_runs import losses_on_text, measured_losses, prepare_text
 from megatron.core.low_precision.recipes import Recipe, recipe_named
 from megatron.core.products import linear
 
@@ -45,7 +45,6 @@ FLAGS = {
     NVFP4: ("--fp4-format=e2m1",),
 }
 LARGEST_RATIO = 1.005  # of the validation losses of fp8 and bf16
-LAST = 25  # iterations, of which the training losses are
 SEED = 5
 
 
@@ -72,26 +71,6 @@ def measure(arguments: argparse.Namespace) -> dict[str, list[float]]:
     return {name: [1e3 * one for one in own] for name, own in rounds.items()}
 
 
-def train(folder: Path, num_iterations: int, name: str) -> dict[str, Any]:
-    """Returns the last training losses and the last validation loss of a training.
-
-    Args:
-        name: a key of `FLAGS`.
-    """
-    records = train_on_text(
-        folder,
-        "gpt_cpu.yaml",
-        (
-            *(f"--train-iters={num_iterations}", "--log-interval=1"),
-            *(f"--lr-warmup-iters={num_iterations * 8 // 100}",),
-            *(f"--eval-interval={num_iterations}", *FLAGS[name]),
-        ),
-    )
-    losses = [one["loss"] for one in records if one["kind"] == "train"]
-    validation = [one["loss"] for one in records if one.get("split") == "validation"]
-    return {"training": losses[-LAST:], "validation": validation[-1]}
-
-
 def main(argv: Sequence[str] | None = None) -> None:
     """Measures, and trains."""
     parser = report.parser_of(__doc__)
@@ -105,7 +84,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     if arguments.iterations:
         with tempfile.TemporaryDirectory(prefix="benchmark-") as name:
             prepare_text(Path(name), None)
-            runs = {side: train(Path(name), arguments.iterations, side) for side in FLAGS}
+            runs = {
+                side: losses_on_text(Path(name), arguments.iterations, flags)
+                for side, flags in FLAGS.items()
+            }
     report.hand_over(result_of(times, runs, arguments), arguments.output)
 
 
@@ -116,12 +98,7 @@ def result_of(
     measurements: list[Measurement] = [*measured(times, "ms", size)]
     ratios: list[Ratio] = []
     if runs:
-        after = f"after {arguments.iterations} iterations"
-        for kind in ("training", "validation"):
-            values = {
-                side: run[kind] if kind == "training" else [run[kind]] for side, run in runs.items()
-            }
-            measurements += measured(values, "nats", f"{kind} loss {after}")
+        measurements += measured_losses(runs, arguments.iterations)
         losses = {side: run["validation"] for side, run in runs.items()}
         for name in (*FP8, NVFP4):
             bar = LARGEST_RATIO if name in FP8 else None

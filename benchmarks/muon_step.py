@@ -37,7 +37,12 @@ from benchmarks.helpers.benchmark import Benchmark
 from benchmarks.helpers.models import SEED, llama_config, on_meta, shard
 from benchmarks.helpers.ranks import on_own_ranks
 from benchmarks.helpers.result import Measurement, Ratio, Result, measured
-from benchmarks.helpers.text_runs import NUM_RANKS, prepare_text, train_on_text
+from benchmarks.helpers.text_runs import (
+    NUM_RANKS,
+    losses_on_text,
+    measured_losses,
+    prepare_text,
+)
 from megatron.core.device import Device
 from megatron.core.distributed import torch_fsdp2
 from megatron.core.materialize import materialize
@@ -65,7 +70,6 @@ STEP = MuonStep(RATE)
 CPU = Device("cpu")
 # Muon's is the best of 2e-3, 4e-3 and 8e-3 after 150 iterations.
 RATES = {"AdamW": (1e-3, 2e-3, 4e-3), "Muon": (4e-3,)}
-LAST = 25  # iterations, of which the training losses are
 
 
 class GatheredMuon:
@@ -213,20 +217,12 @@ def train(folder: Path, num_iterations: int, side: str, rate: float) -> dict[str
     Args:
         side: a key of `RATES`.
     """
-    records = train_on_text(
-        folder,
-        "gpt_cpu.yaml",
-        (
-            *("--no-optimizer-cpu-offload", "--no-overlap-cpu-optimizer-d2h-h2d"),
-            *("--no-overlap-optimizer-with-forward", f"--train-iters={num_iterations}"),
-            *(f"--lr-warmup-iters={num_iterations * 8 // 100}", "--log-interval=1"),
-            *(f"--eval-interval={num_iterations}", f"--lr={rate}"),
-            f"--optimizer={'muon' if side == 'Muon' else 'adam'}",
-        ),
+    options = (
+        *("--no-optimizer-cpu-offload", "--no-overlap-cpu-optimizer-d2h-h2d"),
+        *("--no-overlap-optimizer-with-forward", f"--lr={rate}"),
+        f"--optimizer={'muon' if side == 'Muon' else 'adam'}",
     )
-    losses = [one["loss"] for one in records if one["kind"] == "train"]
-    validation = [one["loss"] for one in records if one.get("split") == "validation"]
-    return {"rate": rate, "training": losses[-LAST:], "validation": validation[-1]}
+    return {"rate": rate, **losses_on_text(folder, num_iterations, options)}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -267,12 +263,7 @@ def result_of(
 
     if runs:
         best = {side: min(own, key=lambda run: run["validation"]) for side, own in runs.items()}
-        after = f"after {arguments.iterations} iterations"
-        for kind in ("training", "validation"):
-            values = {
-                side: run[kind] if kind == "training" else [run[kind]] for side, run in best.items()
-            }
-            measurements += measured(values, "nats", f"{kind} loss {after}")
+        measurements += measured_losses(best, arguments.iterations)
         losses = {side: run["validation"] for side, run in best.items()}
         ratios.append(Ratio("validation loss, Muon / AdamW", losses["Muon"] / losses["AdamW"]))
     return Result(

@@ -7,14 +7,16 @@ import json
 import os
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from benchmarks.helpers.processes import started
+from benchmarks.helpers.result import Measurement, measured
 from benchmarks.runner.registry import ROOT
 
 NUM_RANKS = 2
+LAST = 25  # iterations, of which the training losses are
 
 
 def run(folder: Path, *words: str) -> None:
@@ -68,3 +70,34 @@ def train_on_text(folder: Path, example: str, options: Sequence[str]) -> list[di
             *options,
         )
         return [json.loads(line) for line in metrics.read_text().splitlines()]
+
+
+def losses_on_text(folder: Path, num_iterations: int, options: Sequence[str]) -> dict[str, Any]:
+    """Trains examples/gpt_cpu.yaml with further options. Returns the last training losses and the
+    last validation loss.
+    """
+    records = train_on_text(
+        folder,
+        "gpt_cpu.yaml",
+        (
+            *(f"--train-iters={num_iterations}", "--log-interval=1"),
+            *(f"--lr-warmup-iters={num_iterations * 8 // 100}",),
+            *(f"--eval-interval={num_iterations}", *options),
+        ),
+    )
+    losses = [one["loss"] for one in records if one["kind"] == "train"]
+    validation = [one["loss"] for one in records if one.get("split") == "validation"]
+    return {"training": losses[-LAST:], "validation": validation[-1]}
+
+
+def measured_losses(
+    runs: Mapping[str, Mapping[str, Any]], num_iterations: int
+) -> list[Measurement]:
+    """The losses of runs of `losses_on_text`, by side."""
+    training = {side: run["training"] for side, run in runs.items()}
+    validation = {side: [run["validation"]] for side, run in runs.items()}
+    after = f"after {num_iterations} iterations"
+    return [
+        *measured(training, "nats", f"training loss {after}"),
+        *measured(validation, "nats", f"validation loss {after}"),
+    ]

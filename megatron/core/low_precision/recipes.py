@@ -44,7 +44,6 @@ class Recipe:
 
     Attributes:
         inputs_t, gradient_t: of transposed operands; None: the codes of the others, transposed.
-        has_two_planes: whether a transposed weight is quantised again, by the same scaling.
         history: delayed scaling's; None: scales are of the tensors themselves.
     """
 
@@ -54,8 +53,12 @@ class Recipe:
     gradient: Scaling
     inputs_t: Scaling | None = None
     gradient_t: Scaling | None = None
-    has_two_planes: bool = False
     history: HistoryOptions | None = None
+
+    @property
+    def has_two_planes(self) -> bool:
+        """Whether a transposed weight is quantised again, by the same scaling."""
+        return self.weight.tile[0] != self.weight.tile[1]
 
     @property
     def can_gather(self) -> bool:
@@ -90,7 +93,7 @@ class Recipe:
         """
         if self.weight.kind is not ScaleKind.E8M0:
             return self
-        return replace(self, weight=replace(self.weight, tile=(32, 32)), has_two_planes=False)
+        return replace(self, weight=replace(self.weight, tile=(32, 32)))
 
 
 def tensorwise(gradients: Format) -> Recipe:
@@ -113,17 +116,7 @@ def rowwise(gradients: Format) -> Recipe:
     """A scale for each row of every operand. TransformerEngine has no such recipe; it is PyTorch's
     row-wise scaling, which torchao trains with.
     """
-    rows = Scaling(E4M3, (1, None))
-    of_gradients = replace(rows, format=gradients)
-    return Recipe(
-        "rowwise",
-        rows,
-        rows,
-        of_gradients,
-        inputs_t=rows,
-        gradient_t=of_gradients,
-        has_two_planes=True,
-    )
+    return _by_lines("rowwise", Scaling(E4M3, (1, None)), gradients)
 
 
 def blockwise(gradients: Format) -> Recipe:
@@ -131,32 +124,22 @@ def blockwise(gradients: Format) -> Recipe:
     scale, a power of two. (Float8BlockScaling; DeepSeek-AI 2024, arXiv:2412.19437.)
     """
     lines = Scaling(E4M3, (1, 128), ScaleKind.POWER_OF_TWO)
-    of_gradients = replace(lines, format=gradients)
-    return Recipe(
-        "blockwise",
-        lines,
-        replace(lines, tile=(128, 128)),
-        of_gradients,
-        inputs_t=lines,
-        gradient_t=of_gradients,
-    )
+    return _by_lines("blockwise", lines, gradients, replace(lines, tile=(128, 128)))
 
 
 def mxfp8(gradients: Format) -> Recipe:
     """32 consecutive elements have a scale in e8m0: their maximum * (1 / largest), rounded up to a
     power of two. (MXFP8BlockScaling; Open Compute Project, Microscaling Formats 1.0.)
     """
-    lines = Scaling(E4M3, (1, 32), ScaleKind.E8M0)
+    return _by_lines("mxfp8", Scaling(E4M3, (1, 32), ScaleKind.E8M0), gradients)
+
+
+def _by_lines(
+    name: str, lines: Scaling, gradients: Format, weight: Scaling | None = None
+) -> Recipe:
+    """Scales of consecutive elements of a row; `weight`: its scaling, if that is another."""
     of_gradients = replace(lines, format=gradients)
-    return Recipe(
-        "mxfp8",
-        lines,
-        lines,
-        of_gradients,
-        inputs_t=lines,
-        gradient_t=of_gradients,
-        has_two_planes=True,
-    )
+    return Recipe(name, lines, weight or lines, of_gradients, lines, of_gradients)
 
 
 def nvfp4() -> Recipe:

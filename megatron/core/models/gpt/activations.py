@@ -2,9 +2,9 @@
 
 Counted tensor by tensor, as the modules' forwards leave them to autograd: inputs of matrix products
 and norms, what attention's kernel reads, both factors of a gate. In low precision, a projection
-keeps the codes of its input. Statistics of rows (a mean, a
-log-sum-exp) and the angles of positions are left out, being a few bytes a token. So are the blocks
-that windowed attention cuts, and dropout masks of attention.
+keeps the codes of its input. Statistics of rows (a mean, a log-sum-exp) and the angles of positions
+are left out, being a few bytes a token. So are the blocks that windowed attention cuts, and dropout
+masks of attention.
 """
 
 from __future__ import annotations
