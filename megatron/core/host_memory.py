@@ -28,7 +28,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from megatron.core.device import Device
-from megatron.core.host_keeper import KeptMemory
+from megatron.core.host_keeper import KeeperError, KeptMemory
 from megatron.core.local_ranks import CGROUPS, lines_of, local_world_size, own_cgroups
 from megatron.core.log import counted
 from megatron.core.mesh import all_reduce_over
@@ -73,8 +73,7 @@ class HostSlab:
 
         Raises:
             ValueError: for a negative size.
-            HostMemoryError: if the system does not map that much.
-            KeeperError: if the keeper does not give that much.
+            HostMemoryError: if the system or the keeper does not give that much.
             PinError: if it cannot be pinned; the memory has been released then.
         """
         if nbytes < 0:
@@ -119,7 +118,7 @@ class HostSlab:
                 mapping = mmap.mmap(
                     -1, self.nbytes + _HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
                 )
-        except (OSError, OverflowError) as error:
+        except (OSError, OverflowError, KeeperError) as error:
             raise HostMemoryError(
                 f"Expected {format_bytes(self.nbytes)} of host memory for {self._purpose}, got: "
                 f"{error}."

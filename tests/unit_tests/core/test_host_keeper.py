@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -10,7 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from megatron.core.device import Device
 from megatron.core.host_keeper import Keeper, KeeperError, KeptMemory, Records
+from megatron.core.host_memory import HostMemoryError, HostSlab
 from tests.unit_tests.core.dist_checkpointing.helpers.crashes import KILLED, Child, Forks, forks
 from tests.unit_tests.core.helpers.keepers import keepers_of, launcher
 
@@ -67,17 +70,49 @@ def test_memory_survives_a_killed_rank_apart_from_other_ranks_and_jobs(nursery):
     nursery.run(_survival)
 
 
-def _end() -> None:
-    with launcher() as pid:
+def _end(end: signal.Signals) -> None:
+    with launcher(end) as pid:
         keeper = _connected(pid)
         assert keeper.is_alive
         assert len(keepers_of(pid)) == 1
+        os.kill(keepers_of(pid)[0], signal.SIGINT)  # as from a terminal
     assert _comes_true(lambda: not keeper.is_alive)
     assert _comes_true(lambda: not keepers_of(pid))
 
 
-def test_a_keeper_ends_when_its_launcher_is_killed(nursery):
-    nursery.run(_end)
+@pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_a_keeper_ends_when_its_launcher_does_in_any_way(nursery, end):
+    nursery.run(_end, end)
+
+
+def _leftover() -> None:
+    with launcher() as pid:
+        keeper = _connected(pid)
+        leftover = keepers_of(pid)[0]
+        os.kill(leftover, signal.SIGSTOP)
+    with launcher() as pid:
+        assert _connected(pid).is_alive
+    assert keeper.is_alive
+    os.kill(leftover, signal.SIGCONT)
+    assert _comes_true(lambda: not keeper.is_alive)
+
+
+def test_a_leftover_keeper_of_a_dead_job_is_not_in_the_way_of_the_next_job(nursery):
+    nursery.run(_leftover)
+
+
+def _limit() -> None:
+    with launcher() as pid:
+        memory = _memory(pid)
+        limit = 1 << 20
+        resource.prlimit(keepers_of(pid)[0], resource.RLIMIT_FSIZE, (limit, limit))
+        with pytest.raises(HostMemoryError, match=r"2\.00 MiB .* for states"):
+            HostSlab(2 * limit, Device("cpu"), is_pinned=False, purpose="states", kept=memory)
+        assert memory.map("others", limit)[:1] == bytes(1)
+
+
+def test_a_keeper_that_gets_no_memory_says_so_and_goes_on(nursery):
+    nursery.run(_limit)
 
 
 def _replacement() -> None:
@@ -162,6 +197,26 @@ def _cycles() -> None:
 
 def test_a_keeper_holds_no_descriptor_of_ranks_that_have_ended(nursery):
     nursery.run(_cycles)
+
+
+def _keepers() -> None:
+    for _ in range(50):
+        with launcher() as pid:
+            _read(pid, 0)
+            (keeper,) = keepers_of(pid)
+        assert _comes_true(lambda ended=keeper: not _runs(ended))  # type: ignore[misc]
+
+
+def _runs(pid: int) -> bool:
+    """Whether the process has not ended. A zombie has no memory."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_fifty_jobs_leave_no_keeper(nursery):
+    nursery.run(_keepers)
 
 
 def _records() -> None:

@@ -277,8 +277,7 @@ class HostAllocator:
         """Makes the slabs, which are zero, unless an earlier process's are restored.
 
         Raises:
-            HostMemoryError, KeeperError, PinError: as `HostSlab` does; all slabs are freed and
-                unpinned then.
+            HostMemoryError, PinError: as `HostSlab` does; all slabs are freed and unpinned then.
         """
         try:
             for purpose, builder in self._layout.builders.items():

@@ -11,7 +11,7 @@ A process that is killed leaves its stores in the order in which each thread mad
 slot of the step whose start equals its chunk's counter has the old values of a row that may be half
 written. All other elements from a counter on have old values.
 
-A kernel with threads does this by itself (`RowLog`), with a slot for each. For others a row is a
+A kernel with threads does this by itself (`RowLog`), with two slots for each. For others a row is a
 whole chunk, and there is one slot.
 """
 
@@ -29,7 +29,7 @@ from megatron.core.optimizer.cpu_offloading.bucket import Bucket
 from megatron.core.optimizer.kernels.piece import ROW_NUMEL, HostKernel, Piece, RowLog
 
 CHUNK_NUMEL = 1 << 16
-_MOST_THREADS = 1 << 12  # untouched slots take no memory
+_NUM_SLOTS = 1 << 10  # of kernels' threads, two for each; untouched ones take no memory
 _WIDEST = 4  # bytes of an element of any array
 _MOST_ARRAYS = 4  # weight, two states and the gradient
 _HEADER_BYTES = 64
@@ -64,10 +64,10 @@ class KeptUpdates:
         self._progress = numbers.tensor(0, sum(sizes), torch.int64).split(sizes)
 
         chunk, rows = _slot_bytes(CHUNK_NUMEL), _slot_bytes(ROW_NUMEL)
-        nbytes = chunk + _MOST_THREADS * rows
+        nbytes = chunk + _NUM_SLOTS * rows
         slots = HostSlab(nbytes, device, is_pinned=False, purpose="undo", kept=memory)
         self._slot = _UndoSlot(slots.tensor(0, chunk, torch.uint8), CHUNK_NUMEL)
-        self._rows = slots.tensor(chunk, _MOST_THREADS * rows, torch.uint8).view(-1, rows)
+        self._rows = slots.tensor(chunk, _NUM_SLOTS * rows, torch.uint8).view(-1, rows)
 
     def start(
         self, kernel: HostKernel, number: int, pieces: Sequence[Piece], grad_scale: float

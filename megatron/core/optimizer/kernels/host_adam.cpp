@@ -74,7 +74,7 @@ struct HostAdamPiece {
 
 // Where old values are kept of tiles that are being updated, and numbers that say which; kept_updates.py restores them.
 struct HostAdamLog {
-  char* slots;          // one for each thread: a header, and room for four tiles of fp32
+  char* slots;          // two for each thread: a header, and room for four tiles of fp32
   int64_t slot_bytes;
   int64_t chunk;        // elements of a chunk
   int64_t* counters;    // of the bucket's first chunk
@@ -158,42 +158,49 @@ inline __attribute__((always_inline)) Floats sqrt_lanes(Floats values) {
   return values;
 }
 
-// What a tile's update writes over is in the thread's slot before, so that a process that is killed leaves at most one
-// tile a thread half written. The slot stays in the first cache. A killed thread has made its stores up to some place of
-// the program: keeping their order is up to the compiler.
+// Old values of the tile that a thread updates, so that a process that is killed leaves no element whose old or new value
+// is unknown. A thread has two slots, which stay in the first cache: while it updates a tile, it fills the other slot with
+// the next tile's. A killed thread has made its stores up to some place of the program, so that only the compiler must
+// keep their order.
 struct TileLog {
-  int64_t* header;
+  int64_t* slot;  // of the coming tile
+  int64_t* next;
   int64_t* counter;  // elements of the chunk that are done
   int64_t step, start;
   bool keeps_grad;  // `out` lies over it
 
-  // Before old values are kept. The slot is not valid meanwhile.
-  inline __attribute__((always_inline)) void begin() const {
-    header[0] = 0;
+  // Before old values are written to a slot, which is not valid meanwhile.
+  static inline __attribute__((always_inline)) void invalidate(int64_t* slot) {
+    slot[0] = 0;
     order();
   }
 
+  // Once the coming tile's old values are in `slot`.
   inline __attribute__((always_inline)) void commit(int64_t numel) const {
-    header[3] = start;
-    header[4] = numel;
+    slot[3] = start;
+    slot[4] = numel;
     order();
-    header[0] = step;
+    slot[0] = step;
     order();
   }
 
+  // Once the tile has been updated.
   inline __attribute__((always_inline)) void end(int64_t numel) {
     order();
     start += numel;
     *counter = start;
     order();
+    int64_t* const before = slot;
+    slot = next;
+    next = before;
   }
 
-  inline __attribute__((always_inline)) char* values(int array) const {
-    return reinterpret_cast<char*>(header + kSlotHeader) + array * kTile * 4;
+  static inline __attribute__((always_inline)) void* values(int64_t* slot, int array) {
+    return reinterpret_cast<char*>(slot + kSlotHeader) + array * kTile * 4;
   }
 
  private:
-  static inline __attribute__((always_inline)) void order() { std::atomic_signal_fence(std::memory_order_seq_cst); }
+  static inline __attribute__((always_inline)) void order() { __atomic_signal_fence(__ATOMIC_SEQ_CST); }
 };
 
 }  // namespace
@@ -386,13 +393,16 @@ class AdamJob : public Job {
  private:
   // From where the chunk's counter is.
   void run_logged(const HostAdamPiece& piece, const Chunk& chunk, int thread) {
-    int64_t* const header = reinterpret_cast<int64_t*>(log_.slots + thread * log_.slot_bytes);
+    int64_t* slots[2];
     int64_t* const counter = piece.counters + chunk.start / log_.chunk;
+    for (int k = 0; k < 2; ++k) {
+      slots[k] = reinterpret_cast<int64_t*>(log_.slots + (2 * thread + k) * log_.slot_bytes);
+      TileLog::invalidate(slots[k]);
+      slots[k][1] = log_.bucket;
+      slots[k][2] = counter - log_.counters;
+    }
     Arrays arrays = piece.arrays;
-    TileLog log{header, counter, log_.step, *counter, arrays.out == arrays.grad};
-    log.begin();
-    header[1] = log_.bucket;
-    header[2] = counter - log_.counters;
+    TileLog log{slots[0], slots[1], counter, log_.step, *counter, arrays.out == arrays.grad};
     arrays.advance(chunk.start + log.start);
     arrays.log = &log;
     adam(body_, piece.scalars, arrays, chunk.numel - log.start);

@@ -227,6 +227,11 @@ class HostAdam:
             torch_adam.run(pieces, grad_scale)
             return Ticket(None, (), self._process)
 
+        if log is not None and len(log.slots) < 2 * self._num_threads:
+            raise ValueError(
+                f"Expected a log of two slots for each of {self._num_threads} threads, got "
+                f"{len(log.slots)}."
+            )
         structs = (_Piece * len(pieces))(*[_described(piece, grad_scale) for piece in pieces])
         if log is not None:
             _add_counters(structs, log)

@@ -7,8 +7,8 @@
 //   SQRT(a)      square roots of a vector
 // defined. Functions of the standard library must not be called: the linker could take the copy made here for all.
 //
-// The loops are written for the compiler to vectorise: fixed length, no branches, arrays of their own. An element's
-// result depends on its values alone, so all bodies give the same bits.
+// The update is written in vectors of the compiler: loops over arrays that it would have to vectorise were half as fast.
+// An element's result depends on its values alone, so all bodies give the same bits.
 
 #define INLINE TARGET static inline __attribute__((always_inline))
 
@@ -132,11 +132,28 @@ INLINE void update(const Scalars& s, Floats g, Floats& p, Floats& m, Floats& v) 
   p = p * s.decay + s.minus_step_size * m / denominator;
 }
 
-// One tile: 64 elements at the arrays' beginnings.
+// A part of a tile's old values, bit by bit.
+template <Type T>
+INLINE void log_array(const void* array, int first, void* values, int k) {
+  if (T == kFp32) write(at<T>(values, k), read<Words>(at<T>(array, first + k)));
+  else write(at<T>(values, k), read<Halves>(at<T>(array, first + k)));
+}
+
+// What the update of elements from first + k on writes over, into the slot of the tile that starts at `first`.
 template <Type G, Type W, Type M>
-INLINE void adam_tile(const Scalars& s, const Arrays& a) {
+INLINE void log_part(const Arrays& a, bool keeps_grad, int64_t* slot, int first, int k) {
+  log_array<W>(a.weight, first, TileLog::values(slot, 0), k);
+  log_array<M>(a.exp_avg, first, TileLog::values(slot, 1), k);
+  log_array<M>(a.exp_avg_sq, first, TileLog::values(slot, 2), k);
+  if (keeps_grad) log_array<G>(a.grad, first, TileLog::values(slot, 3), k);
+}
+
+// One tile: 64 elements at the arrays' beginnings. Those of the next tile are kept if there is a slot for them.
+template <Type G, Type W, Type M, bool kLogs>
+INLINE void adam_tile(const Scalars& s, const Arrays& a, const TileLog& log) {
   alignas(64) uint16_t narrow[kTile];
   for (int k = 0; k < kTile; k += LANES) {
+    if (kLogs) log_part<G, W, M>(a, log.keeps_grad, log.next, kTile, k);
     Floats p = W == kSplit ? load_split(at<W>(a.weight, k), at<W>(a.remainder, k)) : load<W>(at<W>(a.weight, k));
     Floats m = load<M>(at<M>(a.exp_avg, k)), v = load<M>(at<M>(a.exp_avg_sq, k));
     update(s, load<G>(at<G>(a.grad, k)), p, m, v);
@@ -173,17 +190,6 @@ INLINE void keep_tile(const Arrays& a) {
   keep<M>(a.exp_avg_sq, a.undo_exp_avg_sq, a.streams_undo);
 }
 
-// Keeps what a tile's update writes over.
-template <Type G, Type W, Type M>
-INLINE void log_tile(const TileLog& log, const Arrays& a) {
-  log.begin();
-  keep<W>(a.weight, log.values(0), false);
-  keep<M>(a.exp_avg, log.values(1), false);
-  keep<M>(a.exp_avg_sq, log.values(2), false);
-  if (log.keeps_grad) keep<G>(a.grad, log.values(3), false);
-  log.commit(kTile);
-}
-
 INLINE void prefetch(const void* array, int64_t size) {
   const char* ahead = static_cast<const char*>(array) + kPrefetch * size;
   for (int64_t byte = 0; byte < kTile * size; byte += 64) __builtin_prefetch(ahead + byte, 1);
@@ -211,11 +217,12 @@ struct Padded {
       __builtin_memcpy(from.undo_exp_avg_sq, from.exp_avg_sq, numel * size_of(from.moment_type));
     }
     if (from.log != nullptr) {
-      from.log->begin();
-      __builtin_memcpy(from.log->values(0), from.weight, numel * size_of(from.weight_type));
-      __builtin_memcpy(from.log->values(1), from.exp_avg, numel * size_of(from.moment_type));
-      __builtin_memcpy(from.log->values(2), from.exp_avg_sq, numel * size_of(from.moment_type));
-      __builtin_memcpy(from.log->values(3), from.grad, numel * size_of(from.grad_type));
+      int64_t* const slot = from.log->slot;
+      TileLog::invalidate(slot);
+      __builtin_memcpy(TileLog::values(slot, 0), from.weight, numel * size_of(from.weight_type));
+      __builtin_memcpy(TileLog::values(slot, 1), from.exp_avg, numel * size_of(from.moment_type));
+      __builtin_memcpy(TileLog::values(slot, 2), from.exp_avg_sq, numel * size_of(from.moment_type));
+      __builtin_memcpy(TileLog::values(slot, 3), from.grad, numel * size_of(from.grad_type));
       from.log->commit(numel);
     }
     __builtin_memset(this, 0, sizeof(Padded));
@@ -248,21 +255,36 @@ struct Padded {
 };
 
 template <Type G, Type W, Type M>
+INLINE void logged_tiles(const Scalars& s, Arrays a, int64_t numel, TileLog& shared) {
+  if (numel == 0) return;
+  TileLog log = shared;
+  TileLog::invalidate(log.slot);
+  for (int k = 0; k < kTile; k += LANES) log_part<G, W, M>(a, log.keeps_grad, log.slot, 0, k);
+  for (int64_t done = kTile; done < numel; done += kTile, a.advance(kTile)) {
+    prefetch_tile<G, W, M>(a);
+    log.commit(kTile);
+    TileLog::invalidate(log.next);
+    adam_tile<G, W, M, true>(s, a, log);
+    log.end(kTile);
+  }
+  log.commit(kTile);
+  adam_tile<G, W, M, false>(s, a, log);
+  log.end(kTile);
+  shared = log;
+}
+
+template <Type G, Type W, Type M>
 TARGET __attribute__((noinline)) static void whole_tiles(const Scalars& scalars, Arrays a, int64_t numel) {
   const Scalars s = scalars;
   a.grad_type = G;  // known to the compiler from here on
   a.weight_type = W;
   a.moment_type = M;
-  TileLog log{};
-  if (a.log != nullptr) log = *a.log;
+  if (a.log != nullptr) return logged_tiles<G, W, M>(s, a, numel, *a.log);
   for (int64_t done = 0; done < numel; done += kTile, a.advance(kTile)) {
     prefetch_tile<G, W, M>(a);
     if (a.undo_weight != nullptr) keep_tile<W, M>(a);
-    if (a.log != nullptr) log_tile<G, W, M>(log, a);
-    adam_tile<G, W, M>(s, a);
-    if (a.log != nullptr) log.end(kTile);
+    adam_tile<G, W, M, false>(s, a, TileLog{});
   }
-  if (a.log != nullptr) *a.log = log;
 }
 
 // Elements before the first cache line and behind the last whole tile go through a padded copy: every element sees the

@@ -169,7 +169,7 @@ class RowLog(NamedTuple):
 
     Attributes:
         counters: int64: elements that are done of each chunk, of all pieces one after the other.
-        slots: one for each thread, of `ROW_NUMEL` elements; uint8: [threads, bytes].
+        slots: two for each thread, of `ROW_NUMEL` elements; uint8: [slots, bytes].
         chunk: elements of a chunk.
         step, bucket: what a slot says about its row.
     """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -12,14 +13,18 @@ from megatron.core import host_keeper
 
 
 @contextmanager
-def launcher() -> Iterator[int]:
-    """A process that does nothing, by its id; it is killed at the end."""
+def launcher(end: signal.Signals = signal.SIGKILL) -> Iterator[int]:
+    """A process that does nothing, by its id; it gets a signal at the end."""
     command = [sys.executable, "-S", "-c", "import signal; signal.pause()"]
-    with subprocess.Popen(command) as process:
+
+    def heed() -> None:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # a job in the background ignores it
+
+    with subprocess.Popen(command, preexec_fn=heed) as process:
         try:
             yield process.pid
         finally:
-            process.kill()
+            process.send_signal(end)
 
 
 def keepers_of(launcher: int) -> list[int]:

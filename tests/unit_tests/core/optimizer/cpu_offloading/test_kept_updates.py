@@ -149,13 +149,19 @@ def test_without_old_values_the_bits_differ(nursery):
 
 
 def _scribble(pid: int, dtype: torch.dtype) -> int:
-    """Takes the last row of each thread for half written. Returns how many there were."""
+    """Takes the last rows of threads for half written. Returns how many there were. Slots of the
+    rows before these are still valid.
+    """
     arrays = Arrays(pid, dtype)
     arrays.updates.step = 3
     progress = arrays.updates._progress[0]
     progress[1] = 2  # the step that is done
-    slots = list(arrays.updates._valid_slots())
-    for slot in slots:
+    # The last row of each chunk that a slot has a row of.
+    slots = {}
+    for slot in sorted(arrays.updates._valid_slots(), key=lambda slot: int(slot.header[3])):
+        slots[int(slot.header[2])] = slot
+    assert len(slots) < len(list(arrays.updates._valid_slots()))
+    for slot in slots.values():
         _, _, index, start, numel = slot.header[:5].tolist()
         progress[2 + index] = start
         row = kept_updates._chunks(arrays.pieces(3))[index].part(start, numel)
