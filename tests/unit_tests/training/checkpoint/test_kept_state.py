@@ -165,11 +165,13 @@ def _outcome(root: Path, world_size: int) -> Outcome:
     return starts, values
 
 
-def _undisturbed(root: Path, world_size: int) -> tuple[list[str], dict[str, object]]:
-    """The lanes of the last rank's work, and the end of a run without the flag."""
-    lanes = _start(root / "lanes", world_size, KEPT)
+def _undisturbed(
+    root: Path, world_size: int, flags: Sequence[str]
+) -> tuple[list[str], dict[str, object]]:
+    """The lanes of the last rank's work, and the end of a run without `KEPT`."""
+    lanes = _start(root / "lanes", world_size, [*KEPT, *flags])
     assert lanes is not None
-    assert _start(root / "plain", world_size, []) is not None
+    assert _start(root / "plain", world_size, flags) is not None
     _, expected = _outcome(root / "plain", world_size)
     assert _outcome(root / "lanes", world_size)[1] == expected
     return lanes[-1], expected
@@ -194,9 +196,10 @@ def _killed(
 class Scene:
     """An undisturbed run, and runs that are killed."""
 
-    def __init__(self, nursery: Forks, home: Path, world_size: int) -> None:
+    def __init__(self, nursery: Forks, home: Path, world_size: int, *flags: str) -> None:
         self._nursery, self._home, self._world_size = nursery, home, world_size
-        self.lanes, self._expected = nursery.run(_undisturbed, self._folder(), world_size)
+        self._flags = flags
+        self.lanes, self._expected = nursery.run(_undisturbed, self._folder(), world_size, flags)
 
     def moments(self) -> list[Moment]:
         counted = Counter(self.lanes)
@@ -217,9 +220,11 @@ class Scene:
         in the process that starts the ranks.
         """
 
+        own = [*self._flags, *flags]
+
         def run(*args: Any) -> Outcome:
             disturb()
-            return _killed(*args, flags=flags, between=between)
+            return _killed(*args, flags=own, between=between)
 
         starts, values = self._nursery.run(run, self._folder(), self._world_size, moments)
         for name, value in self._expected.items():
@@ -231,7 +236,7 @@ class Scene:
 
 
 @pytest.fixture(scope="module")
-def scene_of(nursery: Forks, home: Path) -> Callable[[int], Scene]:
+def scene_of(nursery: Forks, home: Path) -> Callable[..., Scene]:
     return functools.cache(functools.partial(Scene, nursery, home))
 
 
@@ -248,6 +253,13 @@ def test_ranks_killed_in_updates_one_after_the_other_end_with_equal_bits(scene_o
     starts = scene.starts([updates[len(updates) // 3], updates[1]])
     assert [is_kept for _, is_kept in starts] == [True, True]
     assert starts[0][0] < starts[1][0] < ITERATIONS
+
+
+def test_a_step_that_is_finished_ends_the_step_of_delayed_scalings_histories(scene_of):
+    scene = scene_of(1, "--fp8-format", "hybrid", "--fp8-recipe", "delayed")
+    updates = [moment for moment in scene.moments() if moment.lane == "optimizer host"]
+    ((_, is_kept),) = scene.starts([updates[len(updates) // 2]])
+    assert is_kept
 
 
 def test_ranks_killed_while_they_finish_a_step_finish_it_in_the_next_start(scene_of):
@@ -365,6 +377,8 @@ def test_a_run_that_no_launcher_restarts_is_refused():
         ["--optimizer-update-on-device", "0.5"],
         ["--optimizer-early-update-gib", "1"],
         ["--freeze", "embedding"],
+        ["--optimizer", "muon"],
+        ["--fp8-format", "hybrid", "--fp8-param-gather"],
     ],
 )
 def test_states_that_are_not_in_host_memory_between_steps_are_refused(flags):
