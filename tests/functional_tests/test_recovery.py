@@ -179,6 +179,7 @@ def test_the_time_from_a_death_to_the_next_step_is_that_of_a_start(killed):
         assert min(recovery.seconds) >= 0
 
 
+@pytest.mark.wide
 def test_with_a_kept_host_state_the_killed_job_loses_no_step(whole, tmp_path):
     job = Job(tmp_path / "kept")
     kills = [
