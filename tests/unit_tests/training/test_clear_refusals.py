@@ -72,10 +72,10 @@ def test_every_timeout_has_a_bound_that_clocks_can_hold():
             "s3://bucket/run",
             "expected the package that fsspec needs for s3://bucket/run, got none (",
         ),
-        ("nosuch://bucket/run", "expected a protocol that fsspec knows, got nosuch://bucket/run."),
+        ("nosuch://bucket/run", "expected a protocol of fsspec, got nosuch://bucket/run."),
         (
             "simplecache::nosuch://run",
-            "expected a protocol that fsspec knows, got simplecache::nosuch://run.",
+            "expected a protocol of fsspec, got simplecache::nosuch://run.",
         ),
     ],
 )
@@ -97,10 +97,10 @@ def test_a_url_that_fsspec_cannot_open_is_refused_before_the_run(monkeypatch, ur
 @pytest.mark.parametrize(
     ("flag", "expected"),
     [
-        ("--tensorboard-dir", "a folder that can be written"),
-        ("--events-dir", "a folder that can be written"),
+        ("--tensorboard-dir", "a writable directory"),
+        ("--events-dir", "a writable directory"),
         ("--metrics-jsonl", "a file that can be written"),
-        ("--save", "a folder that can be written"),
+        ("--save", "a writable directory"),
     ],
 )
 def test_a_place_that_cannot_be_written_ends_the_run_at_its_start(tmp_path, flag, expected):

@@ -178,12 +178,12 @@ BOUNDARIES_AT = POINTERS_AT + 8 * NUM_SEQUENCES
         (
             BOUNDARIES_AT,
             struct.pack("<q", 1),
-            "expected the documents to begin with sequence 0, got 1",
+            "expected the first document to start at sequence 0, got 1",
         ),
         (
             BOUNDARIES_AT + 8,
             struct.pack("<q", -1),
-            "expected document 1 to begin with sequence 0 or a later one, got",
+            "expected document 1 to start at sequence 0 or a later one, got",
         ),
         (
             BOUNDARIES_AT + 56,

@@ -46,7 +46,7 @@ def test_output_projections_start_smaller_with_depth() -> None:
         ),
         (
             {"hidden_size": 16, "swiglu": True},
-            "--ffn-hidden-size: expected a value of its own where a gated MLP",
+            "--ffn-hidden-size: expected a value, since the default of gated MLPs",
         ),
         ({"window_size": (7, 1)}, "--window-size: expected the number of positions before"),
         (
@@ -80,7 +80,7 @@ def test_output_projections_start_smaller_with_depth() -> None:
         ),
         (
             {"num_experts": 4, "moe_router_num_groups": 2},
-            "--moe-router-num-groups: expected --moe-router-group-topk beside it, got None.",
+            "--moe-router-num-groups: expected --moe-router-group-topk as well, got None.",
         ),
         (
             {"num_experts": 4, "moe_router_num_groups": 2, "moe_router_group_topk": 3},
@@ -96,7 +96,7 @@ def test_output_projections_start_smaller_with_depth() -> None:
         ),
         (
             {"num_experts": 4, "moe_router_norm_topk": False},
-            "--moe-router-no-norm-topk: expected --moe-router-pre-softmax or sigmoid scores beside",
+            "--moe-router-no-norm-topk: expected --moe-router-pre-softmax or sigmoid scores, since",
         ),
         (
             {
