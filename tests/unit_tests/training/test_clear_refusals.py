@@ -104,7 +104,7 @@ def test_a_url_that_fsspec_cannot_open_is_refused_before_the_run(monkeypatch, ur
     ],
 )
 def test_a_place_that_cannot_be_written_ends_the_run_at_its_start(tmp_path, flag, expected):
-    """Not even root can make a directory behind a file, behind a link to nothing, or with a name
+    """Not even root can make a directory below a file, below a dangling link, or with a name
     that is too long.
     """
     (tmp_path / "file").touch()
@@ -153,7 +153,7 @@ def test_microbatches_that_are_no_dicts_of_tensors_are_refused():
             with pytest.raises(TypeError, match=f"each a dict of tensors, got {got}\\."):
                 run(microbatches, lambda model, batch: model(batch["x"]).mean())
 
-    # Nothing has been left half done.
+    # The engine is still usable.
     engine.train_batch([{"x": tensor}], lambda model, batch: model(batch["x"]).mean())
     assert engine.step_info().iteration == 1
 
