@@ -114,7 +114,7 @@ class CheckpointConfig:
     )
     save_hf_interval: int = option(
         1,
-        "every how many saves hf/ is written; the save at the end of a run always has it",
+        "write hf/ in every N-th save; the save at the end of a run always has it",
         at_least=1,
         requires="save_hf_weights",
         may_change=True,

@@ -62,7 +62,7 @@ class Microbatch:
     code_nbytes: float | None = None
 
     def projected(self, size: int) -> float:
-        """Bytes a token of a projection's input, of `size` channels, that only backward keeps."""
+        """Bytes a token of a projection's input, of `size` channels, if no other layer saves it."""
         return size * (self.itemsize if self.code_nbytes is None else self.code_nbytes)
 
     def gathered(self, size: int) -> float:
@@ -71,7 +71,7 @@ class Microbatch:
         return copies * self.projected(size)
 
     def projected_beside(self, size: int) -> float:
-        """Bytes a token of a projection's input that something else keeps as it is, too."""
+        """The same, if another layer saves the input in the compute dtype as well."""
         return 0 if self.code_nbytes is None else size * self.code_nbytes
 
     @property
