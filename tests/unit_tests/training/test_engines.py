@@ -499,7 +499,7 @@ def test_what_cannot_be_done_is_one_error_on_all_ranks_and_changes_nothing(tmp_p
             == "Expected num_microbatches with an iterator of microbatches, got none."
         )
         assert found["a run's name"].startswith(
-            "Expected another name than those of a run's own checkpoints, got "
+            "Expected a name other than iter_N, which runs write, got "
         )
         assert (
             found["nothing there"]
@@ -568,7 +568,7 @@ def test_what_meta_cannot_mean_is_refused():
     with pytest.raises(ValueError, match=r"Expected a floating-point dtype .* got torch\.int8"):
         SaveLoadMeta("there", "hf", hf_dtype=torch.int8)
     for path in ("", "/", "runs/..", ".", "s3://bucket"):
-        with pytest.raises(ValueError, match="Expected the path of a checkpoint's folder"):
+        with pytest.raises(ValueError, match="Expected the path of a checkpoint's directory"):
             split_path(path)
     assert split_path("a") == (".", "a")
     assert split_path("/a/") == ("/", "a")

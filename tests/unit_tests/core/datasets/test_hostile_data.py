@@ -162,7 +162,7 @@ BOUNDARIES_AT = POINTERS_AT + 8 * NUM_SEQUENCES
         (
             LENGTHS_AT,
             struct.pack("<i", 2),
-            "expected sequence 1 to begin at byte 4, where .* got 6",
+            "expected sequence 1 to start at byte 4, where .* got 6",
         ),
         (LENGTHS_AT, struct.pack("<i", -3), "expected a length >= 0 of sequence 0, got -3"),
         (
@@ -173,7 +173,7 @@ BOUNDARIES_AT = POINTERS_AT + 8 * NUM_SEQUENCES
         (
             POINTERS_AT,
             struct.pack("<q", 2),
-            "expected sequence 0 to begin at byte 0, where .* got 2",
+            "expected sequence 0 to start at byte 0, where .* got 2",
         ),
         (
             BOUNDARIES_AT,

@@ -48,7 +48,7 @@ def test_output_projections_start_smaller_with_depth() -> None:
             {"hidden_size": 16, "swiglu": True},
             "--ffn-hidden-size: expected a value, since the default of gated MLPs",
         ),
-        ({"window_size": (7, 1)}, "--window-size: expected the number of positions before"),
+        ({"window_size": (7, 1)}, "--window-size: expected the number of earlier positions"),
         (
             {"linear_attention_freq": "[1,0,1]"},
             "--linear-attention-freq: expected a number, or zeros and ones for --num-layers 2",
