@@ -8,7 +8,8 @@ Time: one rank, both models of one shape and with the same first weights. This p
 engine (with the gradient norm, as in a run); the plain loop fused AdamW over fp32 weights, under
 autocast in bf16, or in fp32. "model alone" is forward and backward in the compute dtype, without an
 optimizer. All sides run interleaved in one process, in an order drawn anew each round. "ms" is by
-the clock, "CPU ms" the time of all threads.
+the clock, "CPU ms" the time of all threads. Dtypes that PyTorch multiplies by a reference loop on
+this CPU (megatron/core/products.py) are not timed.
 
 Memory: the most bytes of tensors that rank 0 has at a time from building to the end of the third
 step. Both sides shard this project's model by layer.
@@ -35,7 +36,7 @@ from benchmarks.helpers.benchmark import Benchmark
 from benchmarks.helpers.memory import peak_bytes
 from benchmarks.helpers.models import SEED, llama_config
 from benchmarks.helpers.ranks import on_own_ranks
-from benchmarks.helpers.result import Measurement, Ratio, Result, measured
+from benchmarks.helpers.result import Measurement, NotRun, Ratio, Result, measured
 from megatron.core.device import Device
 from megatron.core.distributed.config import DataParallelConfig
 from megatron.core.distributed.units import sharding_units
@@ -43,6 +44,7 @@ from megatron.core.mesh import build_mesh
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer.config import OptimizerConfig
 from megatron.core.optimizer.lr_schedule import LRScheduleConfig
+from megatron.core.products import is_slow
 from megatron.training.checkpoint.hf_weights import load_hf
 from megatron.training.config import EngineConfig
 from megatron.training.engines import MegatronEngine
@@ -231,9 +233,11 @@ def measure(sides: dict[str, Step], group: str, num_rounds: int) -> Comparison:
 
 
 def compare_times(rank: int, arguments: argparse.Namespace) -> list[Comparison]:
-    """Steps against the plain loop, and models alone."""
+    """Steps against the plain loop, and models alone, in dtypes of fast products."""
     found = []
     for name in arguments.dtypes:
+        if is_slow(torch.empty(0, dtype=getattr(torch, name))):
+            continue
         dtype, batch = getattr(torch, name), batch_of(arguments, rank)
         for kind, build_ours, build_plain in (
             (TRAINING, ours, plain),
@@ -310,6 +314,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     result = Result(
         tuple(one for comparison in found for one in comparison.measurements),
         tuple(ratio for comparison in found for ratio in comparison.ratios),
+        tuple(
+            NotRun(f"times in {name}", "on this CPU, PyTorch multiplies them by a reference loop")
+            for name in arguments.dtypes
+            if is_slow(torch.empty(0, dtype=getattr(torch, name)))
+        ),
         settings=report.settings_of(arguments),
     )
     report.hand_over(result, arguments.output)
