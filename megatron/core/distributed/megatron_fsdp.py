@@ -85,7 +85,7 @@ def shard_model(
         main_params_dtype: dtype of the main weights.
         offloaded: names of the units whose main weights are in host memory from the start; see
             `units_of`.
-        pins_main_weights: whether main weights in host memory are page-locked.
+        pins_main_weights: whether those are in page-locked memory.
     """
     num_ranks = mesh.size()
     shardings = shardings_of(model, config, num_ranks)
