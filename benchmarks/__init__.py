@@ -1,5 +1,5 @@
-"""What this project's parts cost beside other ways to do the same work: `python -m benchmarks`.
+"""Benchmarks of this project's parts against other implementations: `python -m benchmarks`.
 
-Each module in this folder is one benchmark: it declares `BENCHMARK` and has a `main(argv)` that
-hands over a `Result`. docs/benchmarks.md has the list, and says how to add one.
+Each module in this directory is one benchmark: it declares `BENCHMARK` and has a `main(argv)` that
+hands over a `Result`. docs/benchmarks.md has the list, and describes how to add one.
 """

@@ -1,4 +1,4 @@
-"""Saving and loading beside PyTorch DCP: the same names, shapes and values, on the same disk, in
+"""Saving and loading against PyTorch DCP: the same names, shapes and values, on the same disk, in
 one run.
 
     python -m benchmarks.checkpoint
@@ -12,8 +12,8 @@ written and verified throughout.
     ours, dcp           a save from the call until it is published, on disk and on tmpfs
     ours, dcp async     how long the call blocks, and the most that resident memory grows by until
                         the save is done
-    load                into the state where it lies; warm: all files are in the page cache; cold:
-                        none is
+    load                into the existing state; warm: all files are in the page cache; cold: no
+                        file is
     ours                a load at the start of a run, or into an engine without a step: each byte is
                         read once, and verified as it is put into place
     ours, two passes    a load into an engine after a step: everything is read and verified, then
@@ -21,9 +21,9 @@ written and verified throughout.
     2 -> 4, 4 -> 4      loads on 4 ranks of what 2 and 4 have saved, warm: seconds and bytes read
 
 Each number is the slowest rank's; variants run in an order drawn anew each round. Before the first
-round each save runs once, untimed, and that loads bring back every value is checked. Between two
-variants their memory is kept busy: in a virtual machine the host may take what is free, and
-touching it again is slow, which would be charged to whoever comes first.
+round each save runs once, untimed, and that loads bring back every value is checked. Between
+variants their memory is kept busy: in a virtual machine the host may reclaim free memory, and
+touching it again is slow, which would be charged to the first variant.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def measure_two(bench: Bench, num_rounds: int) -> Rounds:
 
     bench.keep()
     bench.check_loads(own)
-    bench.iteration = own + 1000  # what is saved from here on is thrown away
+    bench.iteration = own + 1000  # later saves are discarded
     bench.run(saves, 1)
     return bench.run({**saves, **loads}, num_rounds)
 
@@ -134,7 +134,7 @@ def measurements(rounds: Rounds) -> Iterator[Measurement]:
 
 
 def ratios(rounds: Rounds) -> Iterator[Ratio]:
-    """Ours beside the others, with the bars."""
+    """This project against the others, with the bars."""
 
     def median(group: str, side: str, figure: str) -> float:
         return statistics.median(one[figure] for one in rounds[group, side])

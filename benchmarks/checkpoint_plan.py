@@ -1,17 +1,17 @@
-"""What it takes to know the whole of a checkpoint that N ranks write, beside DCP's planning from
+"""The cost of describing a whole checkpoint that N ranks write, against DCP's planning from
 gathered plans.
 
     python -m benchmarks.checkpoint_plan
 
 One process, no memory for tensors: Llama-7B's weights and two moments in fp32, sharded as ZeRO-3
 over N simulated ranks, a buffer for each layer; query, key and value, gate and up are fused there,
-and keys of their own here.
+and separate keys here.
 
     rank 0              from layouts to the bytes of `.metadata`, with every blob's place in every
                         rank's file
-    another rank        the places of the blobs in its own file
-    whole checkpoint    both again with what a real one holds besides: step counters, and random
-                        states of each rank, which only rank 0 describes
+    another rank        the places of the blobs in its file
+    whole checkpoint    both again, with step counters, and the random states of each rank, which
+                        only rank 0 describes
     DCP                 `DefaultSavePlanner.create_global_plan`, once it has every rank's plan;
                         gathering and unpickling them, and pickling the result, are left out
 
@@ -64,7 +64,7 @@ DCP = {FLAT: "DCP", EVEN: "DCP, even"}
 
 
 def compose(tensors: Sequence[SavedAs]) -> tuple[bytes, int]:
-    """What rank 0 does: (the content of `.metadata` and of the index, number of chunks)."""
+    """The work of rank 0: (the content of `.metadata` and of the index, number of chunks)."""
     index = build_index("a save", tensors, {})
     content = compose_metadata(index.tensors.values()) + index.to_bytes()
     return content, num_chunks(index)
@@ -131,7 +131,7 @@ def plan_with_dcp(plans: list[SavePlan]) -> None:
 
 
 def seconds_without_garbage(work: Callable[[], object]) -> float:
-    """What a side before has left is not collected on this one's account."""
+    """Seconds of `work`, without collecting the garbage of earlier sides."""
     gc.collect()
     return report.seconds(work)
 
@@ -146,7 +146,7 @@ class Found(NamedTuple):
 
 
 def our_sides(num_ranks: int, *, with_even: bool) -> dict[str, Callable[[], object]]:
-    """What we do, by what it is called."""
+    """The work of this project's ranks, by name."""
     layouts, other = layouts_for(num_ranks), num_ranks // 2
 
     def tensors(is_whole: bool = False, rank: int | None = None) -> list[SavedAs]:

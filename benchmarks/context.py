@@ -4,9 +4,9 @@ and against PyTorch's ring attention.
 
     OMP_NUM_THREADS=1 torchrun --standalone --nproc-per-node 2 -m benchmarks.context
 
-Forward and backward of one layer, of attention or of a gated delta net, in fp32. Ours exchanges
-heads (a2a), or gathers keys, values and states (all_gather). PyTorch's `context_parallel` has no
-kernel for the CPU, so the layer calls what it calls, `_templated_ring_attention`, with the CPU's
+Forward and backward of one layer, of attention or of a gated delta net, in fp32. This project
+exchanges heads (a2a), or gathers keys, values and states (all_gather). `context_parallel` of
+PyTorch has no kernel for the CPU, so the layer calls `_templated_ring_attention`, with the CPU's
 kernel; its slices are balanced, as `context_parallel` cuts them. All sides have the same weights
 and row, and their losses are compared. They run interleaved, in an order drawn anew each round; a
 step ends when the slower rank ends. The peak is what torch allocates on the rank that allocates

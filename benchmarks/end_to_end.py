@@ -1,23 +1,23 @@
 #!/usr/bin/env python3
-"""Training, saving and resuming from end to end: this project beside PyTorch FSDP2 and DeepSpeed.
+"""Training, saving and resuming from end to end: this project, PyTorch FSDP2 and DeepSpeed.
 
     python -m benchmarks.end_to_end
 
 The same GPT in plain PyTorch, from the same weights, on the same data, on two ranks: bf16 compute
 over fp32 main weights, AdamW whose states are in host memory, gradients clipped by their norm. Each
-side is a job of its own processes in its own environment. All jobs are alive for all rounds and
-sleep until it is their turn; their order is drawn anew each round.
+side is a separate job in a separate environment. All jobs are alive for all rounds and sleep until
+it is their turn; their order is drawn anew each round.
 
-    training            tokens a second of all ranks, until nothing of a round's steps is left to do
-    peak memory         of all ranks together: what they allocated, without their libraries. On the
+    training            tokens a second of all ranks, until a round's steps are complete
+    peak memory         of all ranks together: their allocations, without their libraries. On the
                         CPU all memory is host memory.
     a save              until the call returns; how much longer the next steps take than as many did
                         just before; and until all files are on the disk, fsync included
     load                in new processes, on the same number of ranks
 
-Facts: whether the new processes go on with the bits that the old ones went on with, whether the
-checkpoint loads on other numbers of ranks as it is, and each side's settings. The losses of all
-sides must agree in the first steps, or nothing is compared. docs/benchmarks.md has the method.
+Facts: whether the new processes compute the same bits as the old ones, whether the checkpoint loads
+on other numbers of ranks as it is, and each side's settings. The losses of all sides must agree in
+the first steps, or no result is reported. docs/benchmarks.md has the method.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ COMPARED_STEPS, LOSSES_DIFFER = 8, 0.02
 
 
 def sides(peers: Sequence[str]) -> tuple[dict[str, Side], list[NotRun]]:
-    """Ours and those of these peers that can run here; and the others.
+    """This project and the peers that can run here; and the peers that cannot.
 
     Args:
         peers: Modules of `benchmarks.peers`.
@@ -113,7 +113,7 @@ class Comparison:
     ) -> None:
         """
         Args:
-            folder: On the disk that is saved to; for all files.
+            folder: The directory of all files, on the disk that is saved to.
         """
         self._arguments = arguments
         self._sides = sides
@@ -228,7 +228,7 @@ def result_of(
     found = tuple(measurements(comparison, arguments))
     medians = {(one.group, one.side): one.median for one in found}
     others = [name for name in comparison.found if name != OURS]
-    # Nobody should lose by choosing this project: no slower, no larger, no later to resume.
+    # The bars: not slower, not larger, and not later to resume than any other project.
     compared = [(TRAINING, "tokens/s"), (MEMORY, "peak memory"), (LOAD, "load")]
     ratios = tuple(
         Ratio(
@@ -274,7 +274,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--steps", type=int, default=4, help="in a round")
     parser.add_argument("--saves", type=int, default=5, help="that are counted")
     parser.add_argument("--other-ranks", type=int, nargs="+", default=[1, 3])
-    parser.add_argument("--disk", default="runs", help="a folder on it")
+    parser.add_argument("--disk", default="runs", help="a directory on it")
     parser.add_argument("--peers", nargs="*", default=PEERS, choices=PEERS)
     arguments = parser.parse_args(argv)
     Path(arguments.disk).mkdir(parents=True, exist_ok=True)

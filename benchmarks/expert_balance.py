@@ -3,8 +3,8 @@ balance loss and with the expert bias, from equal weights and on equal text.
 
     python -m benchmarks.expert_balance --svg plot.svg
 
-Each training is one of two ranks, on text that is made for it as `make data` does. The figures are
-those of its last iterations; the facts have all iterations, of which `--svg` draws a plot.
+Each training has two ranks, on text that is prepared as `make data` does. The figures are from its
+last iterations; the facts have all iterations, of which `--svg` draws a plot.
 """
 
 from __future__ import annotations

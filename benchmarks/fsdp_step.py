@@ -9,7 +9,7 @@ interleaved in one process group, in an order drawn anew each round; `compute al
 backward of the same model without any sharding. The parts of our step are measured afterwards.
 
 Then forward and backward of many small units, 24 of two parameters each in fp32, on both engines:
-there a step takes what the engine adds to each unit.
+the time of such a step is the engine's overhead for each unit.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class _SmallUnits(nn.Sequential):
         super().__init__(*(nn.Linear(_UNIT_CHANNELS, _UNIT_CHANNELS) for _ in range(_NUM_UNITS)))
 
     def forward(self, rows: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
-        """The squared differences from what is expected."""
+        """The squared differences from `expected`."""
         return (super().forward(rows) - expected).square()
 
 
@@ -118,8 +118,8 @@ def measure_small_units(rank: int, device: Device, num_rounds: int) -> Steps:
 def break_down(side: Side, batch: tuple[torch.Tensor, torch.Tensor]) -> dict[str, float]:
     """Mean milliseconds of the parts of our step.
 
-    gather and reduce run on a lane beside the computation; wait is how long the computation stood
-    still for them.
+    gather and reduce run on a lane, concurrently with the computation; wait is the time that the
+    computation was blocked on them.
     """
     assert isinstance(side.model, FsdpModule), "as it was built"
     parts = [

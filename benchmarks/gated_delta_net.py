@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""The gated delta net beside the transformers library's, forward and backward, by length.
+"""The gated delta net against the transformers library's, forward and backward, by length.
 
     python -m benchmarks.gated_delta_net
 
@@ -7,8 +7,8 @@ Three pairs of sides: the gated delta rule alone, the causal convolution alone (
 the whole module. transformers computes by PyTorch here, as where flash-linear-attention is not
 installed. All sides and lengths run once a round, in an order drawn anew each round.
 
-Times are microseconds of CPU time per token, which with one thread is what they take alone on a
-machine, however busy this one is. The facts have the bytes per token that each side keeps for
+Times are microseconds of CPU time per token, which with one thread is the wall time on an idle
+machine, even if this one is busy. The facts have the bytes per token that each side keeps for
 backward.
 """
 
@@ -40,7 +40,7 @@ BENCHMARK = Benchmark(
     quick=("--lengths", "512", "1024", "--rounds=3"),
 )
 
-# Each side of ours, and what it is compared with.
+# Each of this project's sides, and the side to compare it with.
 PAIRS = {
     "rule": "rule, transformers",
     "convolution": "convolution, torch",
@@ -49,7 +49,7 @@ PAIRS = {
 
 
 def modules(arguments: argparse.Namespace) -> dict[str, nn.Module]:
-    """Ours and that of transformers, of equal sizes."""
+    """This project's module and the transformers library's, of equal sizes."""
     heads, dim = (arguments.key_heads, arguments.value_heads), arguments.head_dim
     spec = GatedDeltaNetSpec(*heads, dim, dim, conv_kernel=4, norm_eps=1e-6)
     config = qwen.Qwen3_5TextConfig(
@@ -64,8 +64,8 @@ def modules(arguments: argparse.Namespace) -> dict[str, nn.Module]:
     )
     ours = GatedDeltaNet(spec, arguments.hidden, init_std=0.02, output_init_std=0.02)
     theirs: nn.Module = qwen.Qwen3_5GatedDeltaNet(config, layer_idx=0)
-    # Equal weights give equal outputs, and equal decays: those that forget at once, with which
-    # theirs begins, make subnormal numbers and its arithmetic several times slower.
+    # Equal weights give equal outputs, and equal decays: the initial decays of transformers forget
+    # at once, which makes subnormal numbers and its arithmetic several times slower.
     theirs.load_state_dict(their_weights(ours))
     return {"net": ours, "net, transformers": theirs}
 
@@ -153,7 +153,7 @@ def cpu_seconds(forward: Callable[[], Tensor]) -> float:
 
 
 def ratios(medians: dict[tuple[str, int], float], lengths: Sequence[int]) -> Iterator[Ratio]:
-    """How much faster ours are, and how much longer a token takes in the longest sequence."""
+    """The speed-up, and how much longer a token takes in the longest sequence."""
     for name, other in PAIRS.items():
         for length in lengths:
             ratio = medians[other, length] / medians[name, length]

@@ -4,7 +4,7 @@ host memory, and PyTorch FSDP2 with CPU offload.
 
     python -m benchmarks.gpu_step
 
-A GPT of Llama's shape, 12 microbatches of 4096 tokens, bf16 compute and main gradients, fp32 main
+A Llama-like GPT, 12 microbatches of 4096 tokens, bf16 compute and main gradients, fp32 main
 weights and moments, gradients clipped. The sides run one after the other, each with the memory of
 the whole machine. A step includes the work that the previous step has left to its forward.
 
@@ -159,7 +159,7 @@ def train_all(
 
 
 def measurements_of(trained: dict[str, Trained]) -> Iterator[Measurement]:
-    """Milliseconds and peaks of each side, with what was planned."""
+    """Milliseconds and peaks of each side, measured and planned."""
     for side, own in trained.items():
         yield Measurement("step", side, "ms", tuple(1e3 * one for one in own.seconds))
         if own.planned is not None:

@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
-"""Weights for Hugging Face from two ranks: each writes its rows into the files, beside a checkpoint
-of weights that rank 0 rewrites.
+"""Weights for Hugging Face from two ranks: each writes its rows into the files, against a
+checkpoint of weights that rank 0 rewrites.
 
     python -m benchmarks.hf_export
 

@@ -1,12 +1,11 @@
 #!/usr/bin/env python3
-"""The host kernel's pass of AdamW beside the ways to do the same with torch, on flat arrays of one
-size.
+"""The host kernel's pass of AdamW against implementations with torch, on flat arrays of one size.
 
     python -m benchmarks.host_adam --threads 2
 
-bf16 gradients, fp32 weights and moments unless the name says otherwise; every side gives the same
+bf16 gradients, fp32 weights and moments unless the name has others; every side gives the same
 threads the same arrays, in huge pages as the optimizer's own are; sides in `ordinary pages` have
-their own. `skeleton` reads and writes what the side above it does, by the same code, without the
+their own. `skeleton` reads and writes the memory of the side above it by the same code, without
 arithmetic. All sides run interleaved, in an order drawn anew each round. Where medians and fastest
 rounds are far apart, the machine was busy. Runs in DeepSpeed's environment (`make peers`) where
 that has been made: its CPU Adam then is one of the sides.
@@ -101,8 +100,8 @@ class Arrays:
     def piece(
         self, *, over_grad: bool = False, split: bool = False, bf16_moments: bool = False
     ) -> Piece:
-        """The pass in one of its forms. With a remainder, the weight is what other forms write to
-        `out`.
+        """The pass in one of its forms. With a remainder, the weight is the one that other forms
+        write to `out`.
         """
         grad = self.over if over_grad else self.grad
         exp_avg, exp_avg_sq = self.bf16_moments if bf16_moments else self.moments
@@ -149,7 +148,7 @@ def fused_adamw(
 
 
 def uneven_cuts(numel: int) -> list[int]:
-    """Where NUM_TENSORS tensors of a model's unevenness begin, and the end."""
+    """The starts of NUM_TENSORS tensors with sizes as uneven as a model's, and the end."""
     generator = random.Random(0)
     sizes = [generator.paretovariate(1.0) for _ in range(NUM_TENSORS)]
     sizes = [min(size, 20.0) for size in sizes]
@@ -209,7 +208,7 @@ def measure(sides: dict[str, Side], num_rounds: int) -> dict[str, list[float]]:
 
 
 def ratios(sides: dict[str, Side], medians: dict[str, float]) -> Iterator[Ratio]:
-    """How near each form of the pass is to its memory pattern, and what others take beside it."""
+    """The ratios of each form of the pass to its memory pattern, and of others to the pass."""
     for name, side in sides.items():
         if side.skeleton:
             value = medians[side.skeleton] / medians[name]

@@ -7,8 +7,8 @@ host memory, recomputation, compiled layers, each alone and all together.
 Forward and backward of a Llama-shaped model in bf16, one row. All sides have the same weights and
 text, and their losses are compared. They run interleaved, in an order drawn anew each round. The
 peak is what torch allocates besides weights and gradients; ratios are to the plain side (the loss
-of F.cross_entropy, on logits). On the CPU "host memory" is the machine's own memory, too: the
-copies cost what they cost, and the peak is that of what would be the device's.
+of F.cross_entropy, on logits). On the CPU "host memory" is the machine's memory, too: copies take
+time, and the peak is of the memory that would be on a device.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ Step = Callable[[], float]
 
 @dataclass(frozen=True)
 class Side:
-    """What a side does about memory and time."""
+    """The options of a side that trade memory and time."""
 
     has_fused_loss: bool = True
     recomputes: bool = False

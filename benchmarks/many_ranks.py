@@ -219,7 +219,7 @@ def measure(name: str, model: GPTModel, expert_size: int, ranks: list[int], roun
     peaks = {
         which: peak_mib(work) for which, work in works.items() if which[1] not in (MANIFESTS, OPEN)
     }
-    # A side does not pay for collections of what the others keep.
+    # Garbage collection of the others' objects is not timed.
     gc.collect()
     gc.freeze()
     times = report.interleaved(
@@ -248,7 +248,7 @@ def measure(name: str, model: GPTModel, expert_size: int, ranks: list[int], roun
 def growth(
     name: str, figures: Mapping[tuple[int, str], float], what: str, ranks: list[int]
 ) -> Iterator[Ratio]:
-    """The figures at the larger number of ranks over those at the smaller one, where they must not
+    """The ratios of figures at the larger number of ranks to the smaller one, where they must not
     grow.
     """
     fewer, more = ranks

@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
-"""Training steps of a mixture of experts: ours, and the same model as its user writes it in plain
-PyTorch, a loop over all experts, under PyTorch FSDP2.
+"""Training steps of a mixture of experts: this project's, and the same model as a user writes it in
+plain PyTorch, a loop over all experts, under PyTorch FSDP2.
 
     OMP_NUM_THREADS=1 torchrun --standalone --nproc-per-node 2 -m benchmarks.moe_step
 
 Both have the same weights, ZeRO-3 and fused AdamW; in the plain one each expert is a module with
-linear layers of its own. Then ours with few and with many experts, of which each token has as many,
-of one size: a token costs as much arithmetic, and only the parameters grow. All sides run
+separate linear layers. Then this project's with few and with many experts of one size, and the same
+number for each token: a token costs as much arithmetic, and only the parameters grow. All sides run
 interleaved in one process group, in an order drawn anew each round.
 """
 
@@ -37,7 +37,7 @@ from megatron.core.optimizer.config import OptimizerConfig
 from megatron.core.optimizer.torch_optimizer import build_torch_optimizer
 from megatron.core.transformer.moe_layer import MoELayer
 
-# Beside the loop over experts, at any number of tokens.
+# Relative to the loop over experts, at any number of tokens.
 LEAST_SPEED = 1.5
 
 BENCHMARK = Benchmark(
@@ -61,7 +61,7 @@ OURS, PLAIN = "ours", "plain PyTorch"
 
 
 class PlainExpert(nn.Module):
-    """One expert, with linear layers of its own."""
+    """One expert, with separate linear layers."""
 
     def __init__(self, hidden_size: int, size: int) -> None:
         super().__init__()
@@ -75,7 +75,7 @@ class PlainExpert(nn.Module):
 
 
 class PlainMixture(nn.Module):
-    """A mixture as a loop over its experts, with the weights of ours."""
+    """A mixture as a loop over its experts, with the weights of this project's mixture."""
 
     def __init__(self, ours: MoELayer) -> None:
         super().__init__()
@@ -136,7 +136,7 @@ def build_ours(arguments: argparse.Namespace, num_experts: int, device: Device) 
 
 
 def build_plain(arguments: argparse.Namespace, num_experts: int, device: Device) -> Side:
-    """The plain model under FSDP2, with the weights with which ours begins."""
+    """The plain model under FSDP2, with the same initial weights as this project's."""
     model = model_of(arguments, num_experts)
     materialize(model, device.torch_device, SEED)
     for layer in model.decoder.layers:
@@ -161,7 +161,7 @@ def batch_for(
 def compare(
     arguments: argparse.Namespace, micro_batch: int, rank: int, device: Device
 ) -> tuple[tuple[Measurement, ...], Ratio]:
-    """Ours and the plain model, of the same number of experts."""
+    """This project's and the plain model, with the same number of experts."""
     count = arguments.compared_experts
     sides = {
         OURS: build_ours(arguments, count, device),
@@ -183,8 +183,8 @@ def compare(
 def grow(
     arguments: argparse.Namespace, rank: int, device: Device
 ) -> tuple[tuple[Measurement, ...], tuple[Ratio, ...], dict[str, int]]:
-    """Ours by the number of experts: steps, their growth from the fewest experts on, and the
-    parameters of each.
+    """This project's steps by the number of experts, their growth from the fewest experts on, and
+    the parameters of each.
     """
     counts = {f"{count} experts": count for count in arguments.grown_experts}
     sides = {name: build_ours(arguments, count, device) for name, count in counts.items()}

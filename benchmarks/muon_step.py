@@ -9,7 +9,7 @@ is measured, too. Both sides update the same matrices, and their losses must agr
 
     ours        each matrix goes to one rank, and its update back to the ranks of its rows
     FSDP2       as users of PyTorch FSDP2 write it: each rank gathers every update in bf16, runs
-                the Newton-Schulz iteration, by the same function as ours, and writes its own rows
+                the same Newton-Schulz function, and writes its own rows
 
 Then, with `--iterations`, examples/gpt_cpu.yaml is trained with AdamW and with Muon on the text of
 `make data`. AdamW is trained at three learning rates, of which the best counts.

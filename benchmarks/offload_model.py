@@ -9,7 +9,7 @@ and moments, a gradient norm that never exceeds its limit, and microbatches of o
 tokens. Collectives are not counted. Each side relative to everything on the device, whether or not
 that fits there:
 
-    host        the host updates what is in its memory
+    host        the host updates the elements in its memory
     streamed    the device updates the share of it with the shortest step
     early       as well, and the host updates the last groups before the norm is known, with 32 GiB
                 of spare memory per GPU

@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
-"""Training steps with the optimizer in host memory, without it, and with what others offer, on the
-same GPT.
+"""Training steps of one GPT with the optimizer in host memory, on the device, and offloaded by
+other projects.
 
     OMP_NUM_THREADS=1 torchrun --standalone --nproc-per-node 2 -m benchmarks.offload_step
 
@@ -8,13 +8,12 @@ bf16 compute, fp32 main weights, bf16 gradients, ZeRO-3, AdamW. All sides run in
 process group, in an order drawn anew each round:
 
     device              FusedAdam, states on the device
-    in order            all states on the host, nothing overlaps
-    overlapped          gradients go down during backward; updates run beside each other and the
+    in order            all states on the host, without overlap
+    overlapped          gradients go down during backward; updates overlap with each other and the
                         next forward
     half streamed       the same, and the device updates every second group in passing; on a CPU,
                         which is its own device, this only costs
-    early               as overlapped, and groups are updated during the backward; nothing is
-                        clipped
+    early               as overlapped, and groups are updated during the backward, without clipping
     FSDP2 offloaded     PyTorch's FSDP2 with CPUOffloadPolicy and its fused AdamW
     no optimizer        forward and backward of our engine alone
 
@@ -116,7 +115,7 @@ def break_down(side: Side, batch: tuple[torch.Tensor, torch.Tensor]) -> dict[str
 
 
 def memory_by_kind(side: Side) -> dict[str, dict[str, int]]:
-    """What is on this rank's device and in its host memory between two steps, in bytes."""
+    """Bytes on this rank's device and in its host memory between two steps, by kind."""
     assert side.optimizer is not None, "of a side that trains"
     table = state_memory(side.model, side.optimizer)
     return {kind: row._asdict() for kind, row in table.items()}

@@ -1,17 +1,18 @@
 #!/usr/bin/env python3
-"""What training here costs beyond plain PyTorch: time beside a loop over transformers' Llama, and
-memory beside FSDP2.
+"""The cost of training here over plain PyTorch: time against a loop over transformers' Llama, and
+memory against FSDP2.
 
     python -m benchmarks.plain_loop --rounds 15
 
-Time: one rank, both models of one shape and with the same first weights. Ours trains by its engine
-(gradient norm and all that a run does); the plain loop by fused AdamW over fp32 weights, under
+Time: one rank, both models of one shape and with the same first weights. This project uses an
+engine (with the gradient norm, as in a run); the plain loop fused AdamW over fp32 weights, under
 autocast in bf16, or in fp32. "model alone" is forward and backward in the compute dtype, without an
 optimizer. All sides run interleaved in one process, in an order drawn anew each round. "ms" is by
-the clock, "CPU ms" the time of all threads.
+the clock, "CPU ms" the time of all threads. Dtypes that PyTorch multiplies by a reference loop on
+this CPU (megatron/core/products.py) are not timed.
 
 Memory: the most bytes of tensors that rank 0 has at a time from building to the end of the third
-step. Both sides shard the same model, ours, by layer.
+step. Both sides shard this project's model by layer.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from benchmarks.helpers.benchmark import Benchmark
 from benchmarks.helpers.memory import peak_bytes
 from benchmarks.helpers.models import SEED, llama_config
 from benchmarks.helpers.ranks import on_own_ranks
-from benchmarks.helpers.result import Measurement, Ratio, Result, measured
+from benchmarks.helpers.result import Measurement, NotRun, Ratio, Result, measured
 from megatron.core.device import Device
 from megatron.core.distributed.config import DataParallelConfig
 from megatron.core.distributed.units import sharding_units
@@ -43,6 +44,7 @@ from megatron.core.mesh import build_mesh
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer.config import OptimizerConfig
 from megatron.core.optimizer.lr_schedule import LRScheduleConfig
+from megatron.core.products import is_slow
 from megatron.training.checkpoint.hf_weights import load_hf
 from megatron.training.config import EngineConfig
 from megatron.training.engines import MegatronEngine
@@ -66,7 +68,7 @@ Step = Callable[[], float]
 
 
 class Comparison(NamedTuple):
-    """Ours beside the plain loop."""
+    """This project against the plain loop."""
 
     measurements: tuple[Measurement, ...]
     ratios: tuple[Ratio, ...]
@@ -96,7 +98,7 @@ def their_model(arguments: argparse.Namespace) -> LlamaForCausalLM:
 
 
 def load_theirs(model: nn.Module, arguments: argparse.Namespace) -> None:
-    """Gives our model the weights of theirs."""
+    """Loads the weights of the transformers model into this project's model."""
     with tempfile.TemporaryDirectory() as folder:
         save_model(their_model(arguments), f"{folder}/model.safetensors")
         load_hf(model, folder)
@@ -111,7 +113,7 @@ def batch_of(arguments: argparse.Namespace, rank: int) -> tuple[Tensor, Tensor]:
 
 
 def engine_of(arguments: argparse.Namespace, dtype: torch.dtype) -> MegatronEngine:
-    """Ours, with initial weights."""
+    """This project's engine, with initial weights."""
     config = EngineConfig(
         OptimizerConfig(clip_grad=1.0),
         LRScheduleConfig(lr=LR, lr_decay_style="constant"),
@@ -200,7 +202,7 @@ def our_model_alone(
 def their_model_alone(
     arguments: argparse.Namespace, dtype: torch.dtype, batch: tuple[Tensor, Tensor]
 ) -> Step:
-    """Forward and backward of theirs."""
+    """Forward and backward of the transformers model."""
     model = their_model(arguments).to(dtype)
     tokens, labels = batch
     return _passed(model, lambda: model(input_ids=tokens, labels=labels, shift_labels=labels).loss)
@@ -231,9 +233,11 @@ def measure(sides: dict[str, Step], group: str, num_rounds: int) -> Comparison:
 
 
 def compare_times(rank: int, arguments: argparse.Namespace) -> list[Comparison]:
-    """Steps beside the plain loop, and models alone."""
+    """Steps against the plain loop, and models alone, in dtypes of fast products."""
     found = []
     for name in arguments.dtypes:
+        if is_slow(torch.empty(0, dtype=getattr(torch, name))):
+            continue
         dtype, batch = getattr(torch, name), batch_of(arguments, rank)
         for kind, build_ours, build_plain in (
             (TRAINING, ours, plain),
@@ -277,7 +281,7 @@ def peak_of(rank: int, side: str, arguments: argparse.Namespace, dtype: torch.dt
 
 
 def compare_peaks(num_ranks: int, arguments: argparse.Namespace) -> Iterator[Comparison]:
-    """Our peak beside FSDP2's, each on new ranks."""
+    """The peaks of this project and of FSDP2, each on new ranks."""
     for name in arguments.dtypes:
         group = f"peak memory, {name}, {num_ranks} rank{'s' * (num_ranks > 1)}"
         dtype = getattr(torch, name)
@@ -310,6 +314,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     result = Result(
         tuple(one for comparison in found for one in comparison.measurements),
         tuple(ratio for comparison in found for ratio in comparison.ratios),
+        tuple(
+            NotRun(f"times in {name}", "on this CPU, PyTorch multiplies them by a reference loop")
+            for name in arguments.dtypes
+            if is_slow(torch.empty(0, dtype=getattr(torch, name)))
+        ),
         settings=report.settings_of(arguments),
     )
     report.hand_over(result, arguments.output)

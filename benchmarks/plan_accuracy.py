@@ -1,13 +1,12 @@
 #!/usr/bin/env python3
-"""How exact a plan is: the step time and the peak of memory that the planner predicts,
-beside those of real training.
+"""The accuracy of a plan: the predicted step time and peak memory against real training.
 
     OMP_NUM_THREADS=1 torchrun --standalone --nproc-per-node 2 -m benchmarks.plan_accuracy
 
 Two sizes of a Llama-shaped model in bf16, each with the optimizer on the device and with half and
 all of it in host memory. A round measures this machine's rates as `--measure` does and then
-steps of each run, size by size in an order drawn anew: what a busy machine does to one, it does to
-the other. Peaks are those of what torch allocates in a step, over what is there at rest.
+steps of each run, size by size in an order drawn anew, so that a busy machine affects all of them.
+Peaks are of torch's allocations in a step, over the allocations at rest.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ BENCHMARK = Benchmark(
 )
 
 FRACTIONS = (0.0, 0.5, 1.0)
-NEAREST, FARTHEST = 0.75, 1.25  # a prediction over what it predicts
+NEAREST, FARTHEST = 0.75, 1.25  # predicted / measured
 PREDICTED, TRAINED = "predicted", "trained"
 
 
@@ -65,7 +64,7 @@ class Run(NamedTuple):
         dist.barrier()
         start = time.perf_counter()
         self.engine.train_batch(self.batches, forward_step_of(self.plan.spec))
-        # With updates that run on beside the next forward, those of the last step are in this one.
+        # Updates that overlap with the next forward count in the next step.
         return time.perf_counter() - start
 
 
@@ -101,7 +100,7 @@ def build(arguments: argparse.Namespace, device: Device, hidden: int, fraction: 
 
 
 def rates_of_all(plan: PlannedRun, device: Device) -> list[MeasuredRates]:
-    """What every rank measures now."""
+    """The rates that every rank measures now."""
     found: list[MeasuredRates] = [MeasuredRates(0, 0, 0, 0, 0, 0)] * dist.get_world_size()
     dist.all_gather_object(found, rates_of_rank(job_of(plan), device))
     return found
@@ -120,7 +119,7 @@ def measure_times(runs: dict[str, Run], device: Device, num_rounds: int) -> list
         for name in names:
             run = runs[name]
             predicted = step_time(work_of(run.plan, run.fraction), machine).seconds
-            # The first step finds caches full of what was measured before.
+            # The first step finds the caches of the previous measurement.
             found[name] = (predicted, statistics.median(run.step() for _ in range(3)))
         return found
 

@@ -4,10 +4,10 @@ optimizer's step.
 
     python -m benchmarks.step_planning --layers 24 --hidden 64
 
-A device stands still for that long. One rank, our engine, AdamW on the device and offloaded; each
+A device is idle for that long. One rank, our engine, AdamW on the device and offloaded; each
 with the step planned before the norm is read, as the training loop does, and planned after it.
 Interleaved, in an order drawn anew each round. The same Python runs whatever the device is; the
-first work is what goes to the kernel's threads or to a lane. Prints medians and writes
+first work is the first item for the kernel's threads or a lane. Prints medians and writes
 benchmarks/results.
 """
 

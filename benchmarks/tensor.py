@@ -5,12 +5,12 @@
     OMP_NUM_THREADS=1 torchrun --standalone --nproc-per-node 2 -m benchmarks.tensor
 
 Forward and backward of layers with attention and a gated MLP, in fp32. PyTorch's side is the same
-model of its own modules, with `ColwiseParallel`, `RowwiseParallel` and `SequenceParallel`; `wq`,
+model from `torch.nn`, with `ColwiseParallel`, `RowwiseParallel` and `SequenceParallel`; `wq`,
 `wk` and `wv` are separate layers, as in torchtitan, since `ColwiseParallel` cannot divide sections.
 All sides have the same weights and inputs, and their losses are compared. They run interleaved, in
 an order drawn anew each round; a step ends when the slower rank ends. The peak is what torch
-allocates on the rank that allocates most. Bytes are what a rank of ours sends in a layer, counted,
-and must equal the planner's formula.
+allocates on the rank that allocates most. Bytes are counted as this project's ranks send them in a
+layer, and must equal the planner's formula.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ Step = Callable[[], Tensor]
 
 
 class TorchAttention(nn.Module):
-    """Grouped-query attention of PyTorch's modules."""
+    """Grouped-query attention from `torch.nn`."""
 
     def __init__(self, ours: nn.Module) -> None:
         super().__init__()
@@ -90,7 +90,7 @@ class TorchAttention(nn.Module):
 
 
 class TorchMlp(nn.Module):
-    """A gated MLP of PyTorch's modules."""
+    """A gated MLP from `torch.nn`."""
 
     def __init__(self, ours: nn.Module) -> None:
         super().__init__()
@@ -105,7 +105,7 @@ class TorchMlp(nn.Module):
 
 
 class TorchLayer(nn.Module):
-    """A layer of PyTorch's modules with the weights of one of ours."""
+    """A layer from `torch.nn` with the weights of one of this project's layers."""
 
     def __init__(self, ours: nn.Module, hidden_size: int, eps: float) -> None:
         super().__init__()

@@ -5,7 +5,7 @@ package metadata can forbid that, so the import raises an error. `megatron/__ini
 check, which megatron-core does not have, and so does `megatron/training/__init__.py`, in case
 another distribution has one.
 
-[Note: what tells foreign files] In order of cost; a millisecond together:
+[Note: signs of foreign files] In order of cost; a millisecond together:
 
 - `megatron/core/package_info.py`: every megatron-core has it, and this project does not. It is
   there whichever of the two was installed first, and also if its directory was copied.
@@ -28,10 +28,10 @@ from pathlib import Path
 
 _PACKAGE = Path(__file__).resolve().parent
 _SIGN = "core/package_info.py"
-_DISTRIBUTION = "megatron_hybrid-"  # prefix of pip's metadata directory
+_DISTRIBUTION = "megatron_hybrid-"  # prefix of the .dist-info directory
 _REPAIR = (
     "Run `pip uninstall megatron-core`, then `pip install --force-reinstall --no-deps` with the "
-    "wheel or clone of megatron-hybrid, and keep megatron-core in an environment of its own."
+    "wheel or clone of megatron-hybrid, and use a separate environment for megatron-core."
 )
 
 
@@ -43,8 +43,8 @@ def check_installation() -> None:
     if found[:1] != [str(_PACKAGE)]:
         raise ImportError(
             f"Expected the package megatron of megatron-hybrid at {_PACKAGE}, got that of another "
-            f"distribution at {', '.join(found)}. Run `pip uninstall megatron-core`, or take its "
-            "folder off PYTHONPATH; keep it in an environment of its own."
+            f"distribution at {', '.join(found)}. Run `pip uninstall megatron-core`, or remove its "
+            "directory from PYTHONPATH; use a separate environment for it."
         )
     check_files(_PACKAGE)
 

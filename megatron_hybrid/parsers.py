@@ -181,7 +181,7 @@ def preprocess(program: str) -> argparse.ArgumentParser:
         "--chat",
         action="store_true",
         help='tokenize conversations, lines with {"messages": [...]}, by the chat template; write '
-        "PREFIX_chat_document, and PREFIX_chat_document_mask, which marks the assistant's answers",
+        "PREFIX_chat_document and its loss mask, PREFIX_chat_document_mask",
     )
     parser.add_argument(
         "--chat-template", metavar="FILE", help="Jinja template (default: the tokenizer's)"
@@ -202,7 +202,7 @@ def preprocess(program: str) -> argparse.ArgumentParser:
 
 
 def tokenizer_options() -> list[Field]:
-    """Returns the tokenizer's options without those of the embedding."""
+    """Returns the tokenizer's options, without the options of the embedding."""
     return [
         option
         for option in options_of(TokenizerConfig)
@@ -234,8 +234,8 @@ def preprocess_multimodal(program: str) -> argparse.ArgumentParser:
         "--tokenizer-model",
         required=True,
         metavar="PATH",
-        help="tokenizer.json, or the directory of a Hugging Face tokenizer, with the tokens of "
-        "Qwen's chat template",
+        help="tokenizer.json, or the directory of a Hugging Face tokenizer, with the tokens of the "
+        "Qwen chat template",
     )
     add("--chat-template", metavar="FILE", help="a Jinja template (default: the tokenizer's)")
     add(

@@ -3,8 +3,8 @@
     python -m megatron_hybrid preprocess --chat --input chats.jsonl --output-prefix data/chats \\
         --tokenizer-model models/qwen --workers 4
 
-writes `data/chats_chat_document.bin` and `.idx`, and the pair `data/chats_chat_document_mask`,
-which marks the tokens to learn.
+writes `data/chats_chat_document.bin` and `.idx`, and their loss mask, the pair
+`data/chats_chat_document_mask`.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class ChatMaker:
         """Returns the tokens of a conversation and the assistant's among them.
 
         Raises:
-            ConversationError: the record is no conversation with an answer.
+            ConversationError: the record is no conversation with an assistant's message.
         """
         return self._conversations.render(parse_conversation(record))
 

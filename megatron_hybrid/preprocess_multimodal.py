@@ -64,7 +64,7 @@ class SampleMaker:
         """Returns the sample of a conversation, with paths relative to `folder`.
 
         Raises:
-            ConversationError: the record is no conversation with an answer.
+            ConversationError: the record is no conversation with an assistant's message.
             ImageError: an unusable picture.
         """
         conversation = parse_picture_conversation(record)

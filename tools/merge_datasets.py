@@ -5,7 +5,7 @@
 reads every `.bin/.idx` pair in `data/parts`, in the order of their names, and writes
 `data/corpus_text_document.bin` and `.idx`, which appear once they are whole. Masks of conversations
 are merged along with their tokens, into `data/corpus_text_document_mask.bin` and `.idx`. Takes the
-arguments of Megatron's tool except `--multimodal`.
+arguments of `tools/merge_datasets.py` of Megatron-LM except `--multimodal`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a benchmark module declares about itself."""
+"""`Benchmark`: the declaration of a benchmark module."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ class Benchmark:
     """The module-level constant `BENCHMARK`.
 
     Its arguments are literals, because the registry reads them without importing the module:
-    listing takes no torch, and a module may import what this interpreter lacks.
+    listing needs no torch, and a module may import packages that this interpreter lacks.
 
     Attributes:
         name: The module's name.
-        question: One sentence: what is compared with what.
+        question: One sentence that names the compared sides.
         ranks: 1 for a plain process; more for torchrun with so many ranks, one thread each.
         full: The command line of the full run.
         quick: The command line of `--quick`.

@@ -1,4 +1,4 @@
-"""Folders to write into, on a disk and in memory."""
+"""Directories to write into, on a disk and in memory."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ PLACES = ("tmpfs", "disk")
 
 
 def add_folder_arguments(parser: argparse.ArgumentParser) -> None:
-    """Where the folders are made."""
-    parser.add_argument("--disk", default="runs", help="a folder on the disk to measure")
-    parser.add_argument("--tmpfs", default="/dev/shm", help="a folder in memory")
+    """Adds the arguments that name the parent directories."""
+    parser.add_argument("--disk", default="runs", help="a directory on the disk to measure")
+    parser.add_argument("--tmpfs", default="/dev/shm", help="a directory in memory")
 
 
 @contextmanager
 def temporary_folders(arguments: argparse.Namespace) -> Iterator[dict[str, Path]]:
-    """A folder in each of the two places, removed afterwards with all that is in it, also where the
-    process is asked to end: gigabytes would stay in memory.
+    """A directory in each of the two places, removed afterwards with its contents, also after a
+    signal to end the process: gigabytes would stay in memory.
     """
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     with ExitStack() as stack:
@@ -40,8 +40,8 @@ def temporary_folders(arguments: argparse.Namespace) -> Iterator[dict[str, Path]
 
 
 def empty(*folders: Path) -> None:
-    """Removes what is in them, once all ranks have come here, and syncs the disk. All ranks call
-    this.
+    """Removes the contents of directories, once all ranks have arrived, and syncs the disk. All
+    ranks call this.
     """
     dist.barrier()
     if dist.get_rank() == 0:

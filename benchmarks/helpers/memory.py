@@ -8,8 +8,8 @@ import torch
 
 
 def peak_bytes(function: Callable[[], object]) -> int:
-    """The most bytes of tensors that exist at a time while `function` runs, beyond those that were
-    there. Memory that torch does not allocate, such as slabs of host memory, is not counted.
+    """The peak bytes of tensors while `function` runs, less the bytes of tensors that existed
+    before. Memory that torch does not allocate, such as slabs of host memory, is not counted.
     """
     with torch.profiler.profile(profile_memory=True, acc_events=True) as profile:
         function()

@@ -32,7 +32,7 @@ OFFLOADED = OptimizerConfig(
 
 
 def llama_config(num_layers: int, hidden_size: int, **options: Any) -> TransformerConfig:
-    """A GPT of Llama's shape with heads of 64 channels. `options` are added."""
+    """A Llama-like GPT with heads of 64 channels. `options` are added."""
     return TransformerConfig(
         num_layers=num_layers,
         hidden_size=hidden_size,

@@ -18,11 +18,11 @@ _GRACE_SECONDS = {signal.SIGINT: 10.0, signal.SIGTERM: 35.0}
 def started(
     words: Sequence[str], folder: Path, environment: Mapping[str, str], log: IO[bytes]
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """A process in a session of its own, of which nothing is left after the block.
+    """A process in a new session. After the block, the process and its children have ended.
 
     Args:
-        folder: Where it runs.
-        log: Gets what it prints.
+        folder: Its working directory.
+        log: Receives its output.
     """
     process = subprocess.Popen(
         words,
@@ -40,8 +40,10 @@ def started(
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Asks first, so that temporary folders are removed, and torchrun ends its ranks."""
-    # torchrun's ranks have sessions of their own, and no parent once it is gone.
+    """Ends it by SIGTERM first, so that temporary directories are removed, and torchrun ends its
+    ranks.
+    """
+    # torchrun's ranks have separate sessions, and no parent once it is gone.
     others = descendants(process.pid)
     try:
         for sent, grace in _GRACE_SECONDS.items():
@@ -58,7 +60,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def descendants(pid: int) -> list[int]:
-    """The process's children and theirs. Only Linux tells."""
+    """All descendants of a process. Linux only."""
     found = []
     for listed in Path(f"/proc/{pid}/task").glob("*/children"):
         with suppress(OSError):  # the thread may have ended

@@ -21,7 +21,7 @@ _T = TypeVar("_T")
 
 @contextmanager
 def launched() -> Iterator[tuple[Launch, Device]]:
-    """This rank of those that torchrun started, in their process group, and its device."""
+    """This rank, as started by torchrun, in the process group of all ranks, and its device."""
     launch = Launch.from_environment()
     device = Device.for_rank(kind_of(), launch.local_rank, launch.local_world_size)
     dist.init_process_group(device.collective_backend)
@@ -32,10 +32,10 @@ def launched() -> Iterator[tuple[Launch, Device]]:
 
 
 def on_own_ranks(num_ranks: int, work: Callable[..., _T], *arguments: Any) -> _T:
-    """What `work(rank, *arguments)` returns on rank 0 of ranks of its own, over gloo.
+    """Returns the result of `work(rank, *arguments)` on rank 0 of newly started ranks, over gloo.
 
-    `work` is a function of a module, and what it returns can be pickled. An error of a rank is
-    raised here.
+    `work` is a function of a module, and its result can be pickled. An error of a rank is raised
+    here.
     """
     results = mp.get_context("spawn").Queue()
     with tempfile.TemporaryDirectory(prefix="benchmark-ranks-") as folder:
@@ -51,7 +51,7 @@ def on_own_ranks(num_ranks: int, work: Callable[..., _T], *arguments: Any) -> _T
             with suppress(queue.Empty):
                 found: _T = results.get(timeout=1)
                 break
-            context.join(timeout=0)  # raises what a rank has raised
+            context.join(timeout=0)  # raises the error of a rank
         while not context.join():
             pass
     return found

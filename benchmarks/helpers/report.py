@@ -49,7 +49,7 @@ def schedule(names: Sequence[_Name], num_rounds: int, seed: int = 0) -> Iterator
 def interleaved(
     sides: Mapping[_Name, Callable[[], _T]], num_rounds: int, *, warm_up: int = 0, seed: int = 0
 ) -> dict[_Name, list[_T]]:
-    """What each side returned in each round, the sides in an order drawn anew for each.
+    """The results of each side in each round, with the sides in a new random order each round.
 
     Args:
         warm_up: Rounds before these, which are not kept.

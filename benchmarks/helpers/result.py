@@ -1,4 +1,4 @@
-"""What a benchmark found, as values and as plain data."""
+"""The result of a benchmark, as values and as plain data."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class Measurement:
     """One side of a comparison.
 
     Attributes:
-        group: What is compared with each other; "" if there is one group only.
+        group: The sides of a group are compared; "" for a single group.
         side: Whose figures these are.
         unit: "ms", "tokens/s", "MiB", ...; of a unit that ends in "/s", more is faster.
         values: One a round, in order.
@@ -104,7 +104,7 @@ class Result:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Result:
-        """From a result file's content, or from what a benchmark handed over."""
+        """From the content of a result file, or of a benchmark's hand-over."""
         return cls(
             tuple(
                 Measurement(one["group"], one["side"], one["unit"], tuple(one["values"]))

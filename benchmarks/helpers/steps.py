@@ -1,5 +1,5 @@
-"""What the benchmarks of training steps share: a GPT, the sides that train it, and how their steps
-are timed.
+"""Shared code of the benchmarks of training steps: a GPT, the sides that train it, and the timing
+of their steps.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def model_on_meta(arguments: argparse.Namespace) -> GPTModel:
-    """A GPT of the size that the arguments say, without memory."""
+    """A GPT of the given size, without memory."""
     config = TransformerConfig(
         num_layers=arguments.layers,
         hidden_size=arguments.hidden,
@@ -57,7 +57,7 @@ def batch_of(
 
 
 class Side:
-    """One of the things compared: a model, its optimizer if it has one, and what a step is."""
+    """A side of the comparison: a model, its optimizer if it has one, and its training step."""
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
         self.model = model
@@ -84,7 +84,7 @@ def synchronize() -> None:
 
 
 class Steps(NamedTuple):
-    """What was measured of each side's steps."""
+    """Measurements of each side's steps."""
 
     milliseconds: dict[str, list[float]]
     losses: dict[str, list[float]]  # of warming up, too
@@ -93,7 +93,7 @@ class Steps(NamedTuple):
 def measure(
     sides: dict[str, Side], batch: tuple[torch.Tensor, torch.Tensor], num_rounds: int
 ) -> Steps:
-    """Each side's steps. Those of the first two rounds warm up and are not timed."""
+    """Each side's steps. The first two rounds warm up and are not timed."""
     losses: dict[str, list[float]] = {name: [] for name in sides}
 
     def timed(name: str) -> float:

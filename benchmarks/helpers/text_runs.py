@@ -20,7 +20,7 @@ LAST = 25  # iterations, of which the training losses are
 
 
 def run(folder: Path, *words: str) -> None:
-    """Runs Python in a folder. RuntimeError with its last lines of output, if it fails."""
+    """Runs Python in a directory. RuntimeError with its last lines of output, if it fails."""
     log = folder / "log.txt"
     paths = (str(ROOT), os.environ.get("PYTHONPATH", ""))
     environment = {

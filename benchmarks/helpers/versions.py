@@ -1,4 +1,4 @@
-"""The versions of what is compared."""
+"""The versions of the compared software."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _DISTRIBUTIONS = (
 
 
 def versions() -> dict[str, str]:
-    """Of this interpreter, and of those distributions that are installed for it."""
+    """The versions of this interpreter, and of the distributions that are installed for it."""
     found = {"python": platform.python_version()}
     for name in _DISTRIBUTIONS:
         try:

@@ -1,5 +1,5 @@
-"""DeepSpeed ZeRO-3 with its optimizer offloaded to the CPU, in an environment of its own
-(`make peers`). Imports nothing of this project's package.
+"""DeepSpeed ZeRO-3 with its optimizer offloaded to the CPU, in a separate environment
+(`make peers`). Does not import this project's package.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class DeepSpeedTrainer:
         return loss.detach()
 
     def finish_steps(self) -> None:
-        """Nothing is left: its step ends with the optimizer's."""
+        """No work is pending: its step ends with the optimizer's."""
 
     def begin_save(self, root: Path, step: int) -> None:
         self._engine.save_checkpoint(str(root), tag=f"step_{step}")

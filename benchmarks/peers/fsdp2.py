@@ -1,5 +1,5 @@
-"""PyTorch FSDP2 with CPUOffloadPolicy, fused AdamW on the CPU, and DCP's asynchronous save: what
-its documentation shows, with nothing of this project's package.
+"""PyTorch FSDP2 with CPUOffloadPolicy, fused AdamW on the CPU, and DCP's asynchronous save, as its
+documentation shows. Does not import this project's package.
 """
 
 from __future__ import annotations
@@ -80,9 +80,9 @@ class Fsdp2Trainer:
             fused=True,
         )
         self._state = TrainState(self._model, self._optimizer)
-        # Saves communicate beside the training, which needs a group of their own.
+        # Saves communicate while training continues, which needs a separate group.
         self._save_group = dist.new_group(backend="gloo")
-        # Kept, so that it copies into the same memory each time; beside forward and backward.
+        # Kept, so that it copies into the same memory each time, during forward and backward.
         self._stager = DefaultStager(
             StagingOptions(
                 use_pinned_memory=False,
@@ -98,13 +98,13 @@ class Fsdp2Trainer:
         loss.backward()
         nn.utils.clip_grad_norm_(self._model.parameters(), self._clip_grad)
         if self._saving is not None:
-            self._saving.staging_completion.result()  # it copies what the optimizer writes to
+            self._saving.staging_completion.result()  # it copies the states that the step updates
         self._optimizer.step()
         self._optimizer.zero_grad()
         return loss.detach()
 
     def finish_steps(self) -> None:
-        """Nothing is left: its step is not overlapped with anything."""
+        """No work is pending: its step is not overlapped."""
 
     def begin_save(self, root: Path, step: int) -> None:
         response = dcp.async_save(
@@ -118,7 +118,7 @@ class Fsdp2Trainer:
         self._saving = response
 
     def finish_save(self) -> None:
-        assert self._saving is not None, "a save was begun"
+        assert self._saving is not None, "a save was started"
         self._saving.upload_completion.result()
         self._saving = None
 

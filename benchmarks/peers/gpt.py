@@ -1,5 +1,5 @@
-"""The model that all sides train, in plain PyTorch, and its data: nobody's own model, so that the
-engines alone differ.
+"""The model that all sides train, in plain PyTorch, and its data: the model of no project, so that
+only the engines differ.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Shape:
 
 
 class Layer(nn.Module):
-    """Attention and a SwiGLU MLP, each after an RMSNorm and beside a residual."""
+    """Attention and a SwiGLU MLP, each after an RMSNorm and added to the residual stream."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ class Layer(nn.Module):
 
 
 class GPT(nn.Module):
-    """Learned positions, an output layer of its own."""
+    """A GPT with learned positions and an untied output layer."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()

@@ -69,7 +69,7 @@ class Side:
 class Job:
     """A context manager: all of its processes have ended after the block.
 
-    All ranks get the same commands, and answer together.
+    All ranks get the same commands, and reply together.
     """
 
     def __init__(
@@ -127,7 +127,7 @@ class Job:
     def ask(
         self, command: str, *, timeout_seconds: float = _ANSWER_SECONDS, **arguments: Any
     ) -> list[dict[str, Any]]:
-        """Each rank's answer. JobError if one gives none in time."""
+        """Each rank's reply. JobError if one does not reply in time."""
         for number, channel in enumerate(self._channels):
             try:
                 channel.send({"command": command, **arguments})
@@ -144,7 +144,7 @@ class Job:
             ready = first_ready(pending, max(0.0, deadline - time.monotonic()))
             if not ready:
                 raise self._failed(
-                    f"Expected an answer of {self.side.name} within {timeout_seconds:g} s, "
+                    f"Expected a reply of {self.side.name} within {timeout_seconds:g} s, "
                     f"got none from ranks {sorted(pending.values())}."
                 )
             for channel in ready:
@@ -167,11 +167,11 @@ class Job:
             how = f"ended with code {self._processes[number].wait(_STOP_SECONDS)}"
         except subprocess.TimeoutExpired:
             how = "without its pipe"
-        return f"Expected {self.side.name} to go on, got rank {number} {how}."
+        return f"Expected {self.side.name} to continue, got rank {number} {how}."
 
     def _failed(self, message: str) -> JobError:
-        """With what was printed last. The ranks are killed: those that are left may wait for one
-        that is not.
+        """An error with the last output. All ranks are killed, since the remaining ones may wait
+        for one that has ended.
         """
         self._has_failed = True
         for process in self._processes:
@@ -201,7 +201,7 @@ class Job:
             self._folder.cleanup()
 
     def _stop(self) -> None:
-        """Lets the ranks end by themselves; whoever does not is killed afterwards."""
+        """Lets the ranks end by themselves, and kills the others afterwards."""
         try:
             for channel in self._channels:
                 channel.send({"command": "stop"})

@@ -14,9 +14,9 @@ def reset_peak() -> None:
 
 
 def peak_bytes() -> int:
-    """The most that this process and those that it has started have had resident since the last
-    `reset_peak`: what it allocated, and what it shares by shared memory. Pages of files, which are
-    its libraries and the same for every rank, are not counted.
+    """The peak resident memory of this process and its children since the last `reset_peak`, shared
+    memory included. Pages of files, which are libraries and the same for every rank, are not
+    counted.
     """
     return sum(_peak_of(process) for process in (os.getpid(), *descendants(os.getpid())))
 
@@ -28,6 +28,6 @@ def _peak_of(process: int) -> int:
         return 0  # it has ended meanwhile
     fields = {name: text for name, _, text in (line.partition(":") for line in lines)}
     if "VmHWM" not in fields:
-        return 0  # it has ended, and nobody has waited for it
+        return 0  # it has ended, and is a zombie
     kib = int(fields["VmHWM"].split()[0]) - int(fields["RssFile"].split()[0])
     return kib * 1024

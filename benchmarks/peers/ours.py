@@ -1,5 +1,5 @@
 """Our engine: ZeRO-3, all optimizer states in host memory, everything overlapped, and checkpoints
-that are written beside the training.
+that are written while training continues.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class OurTrainer:
         self._manager.save(step, contents, state.info().to_plain())
 
     def finish_save(self) -> None:
-        assert self._manager is not None, "a save was begun"
+        assert self._manager is not None, "a save was started"
         self._manager.finish()
 
     def load(self, root: Path, step: int) -> None:

@@ -1,6 +1,6 @@
-"""Messages between a benchmark and the ranks of its jobs: one JSON object a line, over pipes of
-their own. What a rank prints goes to its log and disturbs nothing. Whoever waits, sleeps in the
-kernel: no side spends time on a processor while another is measured.
+"""Messages between a benchmark and the ranks of its jobs: one JSON object a line, over dedicated
+pipes. The output of a rank goes to its log. Waiting processes sleep in the kernel: no side spends
+time on a processor while another is measured.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Channel:
         self._received = b""
 
     def send(self, message: dict[str, Any]) -> None:
-        """ClosedError if nobody can receive it any more."""
+        """Sends a message. ClosedError if the other end is closed."""
         left = (json.dumps(message) + "\n").encode()
         try:
             while left:
@@ -81,7 +81,7 @@ class Channel:
 
 
 def first_ready(channels: Collection[Channel], timeout_seconds: float) -> list[Channel]:
-    """Those with a message, or of which the other end was closed; none if that took too long."""
+    """Channels with a message, or whose other end was closed; empty after the timeout."""
     waiting = [channel for channel in channels if channel.has_message]
     if waiting:
         return waiting

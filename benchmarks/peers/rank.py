@@ -1,7 +1,7 @@
-"""One rank of a side: builds its trainer, then does what it is told until it is told to stop.
+"""One rank of a side: builds its trainer, then executes commands until "stop".
 
-Started by `jobs.py`. Imports nothing of this project's package, so that it runs in any peer's
-environment; a side's module imports what that side needs.
+Started by `jobs.py`. Does not import this project's package, so that it runs in any peer's
+environment; only a side's module imports the side's packages.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ class Rank:
         self._step = 0
 
     def about(self) -> dict[str, Any]:
-        """What is worth knowing once."""
+        """Settings and versions, reported once."""
         return {"settings": dict(self._trainer.settings), "torch": torch.__version__}
 
     def train(self, steps: int) -> dict[str, Any]:
-        """Seconds of so many steps, until nothing of them is left to do; and their losses."""
+        """Seconds of so many steps, until they are complete; and their losses."""
         batches = self._batches(steps)
         dist.barrier()
         start = time.perf_counter()
@@ -45,7 +45,7 @@ class Rank:
         return {"seconds": time.perf_counter() - start, "losses": self._means(losses)}
 
     def save(self, root: str, steps: int) -> dict[str, Any]:
-        """Saves, and takes so many steps beside it.
+        """Saves, and takes so many steps meanwhile.
 
         Seconds from the beginning: until the call has returned, until the steps are done, and until
         the checkpoint is on the disk.
@@ -72,7 +72,7 @@ class Rank:
         }
 
     def load(self, root: str, step: int) -> dict[str, Any]:
-        """Seconds that it took. Training goes on after that step."""
+        """Loads, and returns the seconds that it took. Training continues after that step."""
         dist.barrier()
         start = time.perf_counter()
         self._trainer.load(Path(root), step)
@@ -115,7 +115,7 @@ class Rank:
 
 
 def serve(rank: Rank, channel: Channel) -> None:
-    """Answers until the other end says "stop" or is closed."""
+    """Executes commands until "stop", or until the other end is closed."""
     while True:
         try:
             message = channel.receive()
@@ -129,7 +129,7 @@ def serve(rank: Rank, channel: Channel) -> None:
 
 
 def _flush(root: Path) -> None:
-    """Has the disk write what of these files is still in memory alone."""
+    """Flushes these files to the disk."""
     for path in sorted(path for path in root.rglob("*") if path.is_file()):
         descriptor = os.open(path, os.O_RDONLY)
         os.fsync(descriptor)
@@ -137,7 +137,7 @@ def _flush(root: Path) -> None:
 
 
 def main() -> None:
-    """Says {"answer": ...} or {"error": ...} to each command, and first of all once it is built."""
+    """Replies {"answer": ...} or {"error": ...} to each command, and once when it is built."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--side", required=True, help="the module of this package")
     parser.add_argument("--training", required=True, help="JSON")
@@ -163,8 +163,8 @@ def main() -> None:
             traceback.print_exc()
             channel.send({"error": "".join(traceback.format_exception_only(error)).strip()})
         finally:
-            # Not by way of the interpreter's end, where threads may wait for the other ranks:
-            # whoever started them ends them all.
+            # Without the interpreter's shutdown, where threads may wait for the other ranks; the
+            # parent process ends all ranks.
             os._exit(1)
     dist.destroy_process_group()
 

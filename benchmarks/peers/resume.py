@@ -1,4 +1,4 @@
-"""Whether new processes go on as the old ones did, and on how many ranks a checkpoint loads."""
+"""Whether new processes resume bit for bit, and on how many ranks a checkpoint loads."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from benchmarks.peers.trainer import MOMENTS, Training
 
 
 class Saved(NamedTuple):
-    """A checkpoint, and how the processes that saved it went on.
+    """A checkpoint, and how the processes that saved it continued.
 
     Attributes:
-        root: The folder that it is in.
+        root: Its directory.
         step: The one it was saved after.
         losses: Of the steps that followed.
         state: The file of the state after these.
@@ -45,7 +45,7 @@ class Differences:
 
 
 class Loading(NamedTuple):
-    """What came of a side's checkpoint.
+    """The result of loading a side's checkpoint.
 
     Attributes:
         facts: As plain data.
@@ -89,7 +89,7 @@ class Loader:
     def __init__(self, side: Side, saved: Saved, training: Training, folder: Path) -> None:
         """
         Args:
-            folder: For logs and states.
+            folder: The directory of logs and states.
         """
         self._side = side
         self._saved = saved
@@ -135,7 +135,7 @@ class Loader:
     def _load_on(
         self, num_ranks: int, side: Side | None = None, root: Path | None = None
     ) -> dict[str, Any]:
-        """Whether it loads on so many ranks, and as what was saved."""
+        """Whether it loads on so many ranks, with the saved values."""
         loaded = self._folder / f"on_{num_ranks}.pt"
         try:
             with self._job(num_ranks, side or self._side) as job:

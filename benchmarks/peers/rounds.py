@@ -14,13 +14,13 @@ from benchmarks.peers.jobs import Job
 
 @dataclass
 class Rounds:
-    """What a side has shown, one value a round.
+    """The measurements of a side, one value a round.
 
     Attributes:
         losses: Of all steps so far, means over ranks.
         seconds: Of a round of training.
         peak_bytes: Of all ranks together, while training.
-        saves: By what is measured, seconds.
+        saves: By quantity, seconds.
         peak_bytes_saving: Of all ranks together, while training and saving.
         last_saved: The step after which the checkpoint that is kept was saved.
         losses_after_save: Of the steps from there on.
@@ -65,14 +65,14 @@ def save(
     rounds: int,
     steps: int,
 ) -> None:
-    """Rounds of so many steps, then a save with as many beside it. The last checkpoint of each job
-    is kept.
+    """Rounds of so many steps, then a save during as many steps. The last checkpoint of each job is
+    kept.
 
     One more round comes first and does not count: memory that is kept for all saves is made then.
     """
 
     def one(name: str) -> dict[str, float]:
-        # By now the one before would be in the way of nobody but the disk's free space.
+        # The previous checkpoint is no longer needed, and takes disk space.
         _empty(roots[name])
         own = found[name]
         # Just before, so that both had the same machine to themselves.

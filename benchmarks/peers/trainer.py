@@ -1,4 +1,4 @@
-"""What a side has to do: `Trainer`, and the settings that all sides share."""
+"""`Trainer`, the interface of a side, and the settings that all sides share."""
 
 from __future__ import annotations
 
@@ -50,13 +50,13 @@ class Trainer(Protocol):
         """Waits for what `step` has left to do in the background."""
 
     def begin_save(self, root: Path, step: int) -> None:
-        """Begins to save into a new folder of `root`. Returns as soon as training may go on."""
+        """Starts a save into a new subdirectory of `root`. Returns when training may continue."""
 
     def finish_save(self) -> None:
         """Waits until the files have been written; the caller has the disk write them out."""
 
     def load(self, root: Path, step: int) -> None:
-        """Loads what was saved in `root` after so many steps."""
+        """Loads the checkpoint of step `step` in `root`."""
 
     def whole_state(self, *, with_moments: bool) -> dict[str, Tensor]:
         """Main weights by their names in the model, and both moments as `NAME.exp_avg` and
@@ -65,4 +65,4 @@ class Trainer(Protocol):
         """
 
     def close(self) -> None:
-        """Ends what it has started."""
+        """Ends its threads and processes."""

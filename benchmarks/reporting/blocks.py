@@ -1,4 +1,4 @@
-"""The generated blocks of a Markdown page, each between two markers on lines of their own:
+"""The generated blocks of a Markdown page, each between two markers on separate lines:
 
 <!-- benchmarks:results begin -->
 ... written anew by `python -m benchmarks report` ...
@@ -44,7 +44,7 @@ def blocks_of(page: str, text: str) -> list[Block]:
                 )
             opened = (name, index + 1)
         elif opened is None or opened[0] != name:
-            raise MarkerError(f"{place}: the end of the block {name}, which has not begun.")
+            raise MarkerError(f"{place}: the end of the block {name}, which has no start.")
         else:
             found.append(Block(name, opened[1], index))
             opened = None
@@ -55,14 +55,14 @@ def blocks_of(page: str, text: str) -> list[Block]:
 
 
 def content_of(text: str, block: Block) -> str:
-    """What stands between the markers, without the blank lines around it."""
+    """The text between the markers, without the blank lines around it."""
     return "\n".join(text.splitlines()[block.first : block.last]).strip("\n")
 
 
 def with_contents(page: str, text: str, render: Callable[[str], str]) -> str:
-    """The page with every block's content replaced by what `render` says for its name."""
+    """The page with every block's content replaced by `render(name)`."""
     lines = text.splitlines()
-    # From the last: what lies before it keeps its line numbers.
+    # From the last, so that earlier blocks keep their line numbers.
     for block in reversed(blocks_of(page, text)):
         lines[block.first : block.last] = ["", *render(block.name).splitlines(), ""]
     return "\n".join(lines) + ("\n" if text.endswith("\n") else "")

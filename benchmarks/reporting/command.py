@@ -90,18 +90,18 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--check",
         action="store_true",
-        help="write nothing; name each block and picture that would change, and return 1 if any",
+        help="do not write; name each block and picture that would change, and return 1 if any",
     )
     parser.add_argument(
         "--results",
         type=Path,
         default=RESULTS,
         metavar="DIR",
-        help="the folder of results; default: benchmarks/results",
+        help="the directory of results; default: benchmarks/results",
     )
     arguments = parser.parse_args(argv)
     if not arguments.results.is_dir():
-        print(f"Expected a folder of results, got {arguments.results}.", file=sys.stderr)
+        print(f"Expected a directory of results, got {arguments.results}.", file=sys.stderr)
         return 2
 
     try:
@@ -119,9 +119,9 @@ def check(report: Report) -> int:
     for line in stale:
         print(line)
     if stale:
-        print(f"{len(stale)} would change. Run `{COMMAND}` and commit what it writes.")
+        print(f"{len(stale)} would change. Run `{COMMAND}` and commit the changes.")
     else:
-        print("All blocks and pictures are those of the stored results.")
+        print("All blocks and pictures agree with the stored results.")
     return int(bool(stale))
 
 
@@ -150,9 +150,7 @@ def stale_pictures(report: Report) -> Iterator[str]:
 
 
 def write(report: Report) -> int:
-    """Writes what has changed. Every block is rendered, and every picture drawn, before anything is
-    written.
-    """
+    """Writes changed blocks and pictures. All are rendered and drawn before any is written."""
     contents = {page: _page_text(report, page) for page in report.pages}
     contents.update(report.pictures())
     changed = [

@@ -92,8 +92,8 @@ class Grown:
     Attributes:
         pattern: For "GROUP: SIDE" of a measurement. Its part `size` is a number; its part `side`
             names the line, which is "ours" without one.
-        theirs: A pattern for the names of lines that are not ours; without one, all are that do not
-            begin with "ours".
+        theirs: A pattern for the names of other projects' lines; without one, all names that do not
+            start with "ours".
         unit: Of the measurements; None for any.
     """
 

@@ -1,4 +1,4 @@
-"""The block `peers`: this project beside others, property by property and figure by figure."""
+"""The block `peers`: this project and others, property by property and figure by figure."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NOT_RUN = "not run"
 
 
 def _resumes(resume: Mapping[str, Any]) -> str:
-    """Whether new processes went on with the bits of the old ones."""
+    """Whether new processes computed the same bits as the old ones."""
     if resume["is_exact"]:
         return "yes"
     largest = max(resume["largest_difference"].values())
@@ -46,7 +46,7 @@ FACTS: Mapping[str, Callable[[Mapping[str, Any]], str]] = {"resumes": _resumes, 
 
 @dataclass(frozen=True)
 class Claim:
-    """What a project says or does, and where that can be checked."""
+    """A property of a project, and its source."""
 
     claim: str
     source: str
@@ -58,8 +58,8 @@ class MeasuredRow:
 
     Attributes:
         group: Of the measurements to show.
-        fact: In the place of a group: one of `FACTS`.
-        relative: Whether medians are given as multiples of ours.
+        fact: One of `FACTS`, instead of a group.
+        relative: Whether medians are given as multiples of this project's.
         sides: By column, the side's name where it is not the column's own.
     """
 
@@ -89,7 +89,7 @@ class Column:
 
 @dataclass(frozen=True)
 class Comparison:
-    """All that `peers.yaml` says; mappings are by column."""
+    """The content of `peers.yaml`; mappings are by column."""
 
     columns: Mapping[str, Column]
     properties: Mapping[str, Mapping[str, Claim]]  # by the row's name
@@ -137,7 +137,7 @@ def peers_block(comparison: Comparison, results: Mapping[str, StoredResult], roo
 
 
 def _not_run_lines(comparison: Comparison, used: Sequence[StoredResult]) -> list[str]:
-    """Why a column says "not run", once."""
+    """The reason of each "not run", once."""
     sides = {column.side for column in comparison.columns.values()}
     sides.update(side for row in comparison.measured for side in row.sides.values())
     lines = [

@@ -95,7 +95,7 @@ def bar(at_least: float | None, at_most: float | None) -> str:
 
 
 def _scaled(value: float, unit: str, measured: Scale, chosen: Scale) -> str:
-    """In another unit than the measured one; what it is per stays."""
+    """In another unit than the measured one, with the same denominator."""
     _, slash, per = unit.partition("/")
     return f"{number(value / (chosen.factor / measured.factor))} {chosen.unit}{slash}{per}"
 
@@ -107,7 +107,7 @@ def _scale_of(unit: str, ladder: Sequence[Scale]) -> Scale | None:
 
 
 def _fitting(value: float, measured: Scale, ladder: Sequence[Scale]) -> Scale:
-    """The largest unit of which `value` is at least 1; the smallest if there is none."""
+    """The largest unit of which `value` is at least 1; otherwise the smallest."""
     if value == 0:
         return measured
     # Compared as quotients: a product could be more than a float holds.

@@ -62,7 +62,7 @@ class ResultFileError(ValueError):
 
 
 def stored_results(folder: Path) -> dict[str, StoredResult]:
-    """The results of full runs in `folder` by benchmark, in the order of names.
+    """The results of full runs in a directory by benchmark, in the order of names.
 
     Raises:
         ResultFileError: for a file that is not JSON, has another schema or another name than its

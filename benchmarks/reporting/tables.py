@@ -47,8 +47,8 @@ def results_block(
 
 def benchmark_block(result: StoredResult | None, root: str) -> str:
     """One benchmark's sides with median and spread, its ratios that have a bar, and the sides that
-    did not run. Ratios without a bar follow from the medians; they are shown if there are none. One
-    that only computes has a table instead.
+    did not run. Ratios without a bar follow from the medians; they are shown only without medians.
+    A benchmark that only computes has a table instead.
     """
     if result is None:
         return f"{NOT_MEASURED.capitalize()}: no full run's result has been stored yet."
@@ -86,8 +86,8 @@ def file_names(picture: str) -> dict[str, str]:
 def picture_block(name: str, *, is_drawn: bool, root: str) -> str:
     """The picture in the variant that suits the page's brightness.
 
-    Code hosts follow a `<picture>`, wherever it is shown. The site has a switch of its own, which
-    only the fragments of an image's address follow; pages in docs/ take those.
+    Code hosts support `<picture>` on every page. The site has a separate switch, which only the
+    fragment of an image's address follows; pages in docs/ use the fragment.
     """
     if not is_drawn:
         return f"*{PICTURES[name]}: {NOT_MEASURED} yet.*"
@@ -130,8 +130,8 @@ def _ratio(one: Ratio) -> list[str]:
 
 
 def _measurement_rows(measurements: Sequence[Measurement]) -> Iterator[list[str]]:
-    """Group by group, in the order of their first measurements; a group's name stands in its first
-    row. A single value has no spread.
+    """Group by group, in the order of their first measurements; the first row of a group has its
+    name. A single value has no spread.
     """
     groups = list(dict.fromkeys(one.group for one in measurements))
     before = None

@@ -1,3 +1,3 @@
 """`python -m benchmarks run` and `list`: finds the benchmarks, runs them one after the other, each
-a process of its own, and files their results.
+in a separate process, and stores their results.
 """

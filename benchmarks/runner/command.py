@@ -27,7 +27,7 @@ def main(argv: Sequence[str]) -> int:
         "--output",
         type=Path,
         metavar="DIR",
-        help="the folder of results; default: benchmarks/results, or runs/benchmarks with --quick",
+        help="directory of results; default: benchmarks/results, or runs/benchmarks with --quick",
     )
     arguments = parser.parse_args(argv)
     here = machine()
@@ -65,7 +65,7 @@ def main(argv: Sequence[str]) -> int:
         is_whole = False
     print("\n".join(summary(outcomes, time.monotonic() - start)))
     if arguments.quick:
-        print("Bars are stated for the full run; with --quick they tell little.")
+        print("Bars are for the full run; with --quick they are not meaningful.")
     if not is_whole:
         print(f"Interrupted; {len(benchmarks) - len(outcomes)} benchmarks did not run to the end.")
         return _INTERRUPTED

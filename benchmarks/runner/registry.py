@@ -48,7 +48,7 @@ def _seconds(seconds: float | None) -> str:
 
 
 def seconds_of(folder: Path) -> dict[str, float]:
-    """How long each benchmark with a result in `folder` took."""
+    """The duration of each benchmark with a stored result, in seconds."""
     contents = (json.loads(path.read_text()) for path in folder.glob("*.json"))
     return {content["benchmark"]: content["seconds"] for content in contents}
 
@@ -100,8 +100,8 @@ def _from_call(value: ast.expr | None, path: Path) -> Benchmark:
 
 
 def chosen(known: dict[str, Benchmark], names: Sequence[str]) -> list[Benchmark]:
-    """The named ones in the order of the names, each once, or all. ValueError for unknown names,
-    all of them in one message with those they may have meant.
+    """The named ones in the order of the names, each once, or all. ValueError with all unknown
+    names, and the similar names of benchmarks.
     """
     unknown = [name for name in names if name not in known]
     if unknown:

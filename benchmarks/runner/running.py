@@ -182,7 +182,7 @@ class Runner:
             output: The directory of results.
             logs: The directory of the benchmarks' logs.
             package: Whose modules the benchmarks are.
-            root: The directory in which they run.
+            root: The working directory of the benchmarks.
             tell: Called with a line when a benchmark starts and when it ends.
         """
         self._origin = origin

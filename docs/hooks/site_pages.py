@@ -3,7 +3,7 @@
 Pages link to files of the source tree, such as `../benchmarks/results/x.json`, which a code host
 shows and a site does not have. Each linked file becomes a page of the site, below source/, with the
 file's text. A linked directory becomes a list of its files; Python files are listed with the
-first paragraph of their docstring, those of inner packages too. A link to a missing file is left
+first paragraph of their docstring, including inner packages. A link to a missing file is left
 unchanged and fails the build.
 """
 
@@ -51,7 +51,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Leads links out of docs/ to those pages."""
+    """Points links out of docs/ at the generated pages."""
     del files
     here = posixpath.dirname(page.file.src_uri)
     for link, source in set(_links_out(markdown, page.file.src_uri)):
@@ -93,7 +93,7 @@ def _expanded(entry: Any, docs: Path) -> Any:
 
 def _links_out(markdown: str, src_uri: str) -> Iterator[tuple[str, str]]:
     """The links that leave docs/, as they are written, and the paths from the root they mean."""
-    # mkdocs calls docs/ the root of its paths: one folder more leads to the source tree.
+    # Paths of mkdocs are relative to docs/; the source tree is one directory up.
     here = posixpath.join("docs", posixpath.dirname(src_uri))
     is_code = False
     for line in markdown.splitlines():
@@ -117,7 +117,7 @@ def _text(path: Path, source: str) -> str:
         return _listing(path, source)
 
     language = _LANGUAGES.get(path.suffix or path.name, path.suffix.removeprefix("."))
-    # A file of Markdown is shown as it is written: its own links start from its own folder.
+    # A Markdown file is shown as source, since its links are relative to another directory.
     fence = "`" * 6
     text = path.read_text(encoding="utf-8")
     return f"# `{source}`\n\n{fence}{language}\n{text.rstrip()}\n{fence}\n"

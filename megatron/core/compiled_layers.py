@@ -93,8 +93,8 @@ def check_compiler(kinds: Iterable[str]) -> None:
     ):
         if len(folder.split()) > 1:
             raise ConfigError(
-                f"--compile-layers: expected {variable} to name a folder without blanks in its "
-                f"path, since PyTorch's C++ compilation fails there, got {shown(folder)}."
+                f"--compile-layers: {variable} is {shown(folder)}, and PyTorch's C++ compilation "
+                "fails in a directory with blanks in its path. Set it to another directory."
             )
 
 
@@ -154,6 +154,6 @@ def _check_hooks(layer: TransformerLayer) -> None:
         )
         if any(hooks) or "forward" in vars(module):
             raise ConfigError(
-                "--compile-layers: expected hooks (FSDP's, say) around whole layers only, got "
+                "--compile-layers: expected hooks, such as FSDP's, around whole layers only, got "
                 f"hooks of {type(module).__name__} within one."
             )

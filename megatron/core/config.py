@@ -17,7 +17,7 @@ class DeviceConfig:
 
     device: str = option(
         "auto",
-        "device to compute on; auto: a GPU if there is one, otherwise cpu",
+        "device to compute on; auto: a GPU if available, otherwise cpu",
         metavar="{auto,cpu,cuda}",
     )
     numa_binding: bool = option(

@@ -35,7 +35,7 @@ _PCI_DEVICES = Path("/sys/bus/pci/devices")
 class Device:
     """One rank's device: its kind and, on an accelerator, its index among the machine's."""
 
-    kind: str  # "cpu", or one that drivers.py knows
+    kind: str  # "cpu", or a kind registered in drivers.py
     index: int = 0
 
     @classmethod
@@ -211,7 +211,7 @@ class Device:
         """Restores what `rng_state` returned."""
         if not self.is_accelerator:
             raise RuntimeError(
-                f"Expected a device with a random generator of its own, got {self.kind}."
+                f"Expected an accelerator, which has a random generator, got {self.kind}."
             )
 
         self._driver.set_rng_state(state, self.index)

@@ -298,8 +298,8 @@ def pin_error(nbytes: int, reason: str) -> PinError:
     shown = "unlimited" if limit == resource.RLIM_INFINITY else f"{limit} bytes"
     return PinError(
         f"Expected to pin {nbytes} bytes of host memory, got: {reason} (RLIMIT_MEMLOCK, which some "
-        f"systems apply to it, is {shown}). --no-pin-cpu-params and --no-pin-cpu-grads go on "
-        "unpinned."
+        f"systems apply to it, is {shown}). --no-pin-cpu-params and --no-pin-cpu-grads train "
+        "without pinned memory."
     )
 
 

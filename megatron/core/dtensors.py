@@ -13,7 +13,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 def local_tensor(tensor: torch.Tensor | None) -> torch.Tensor:
     """A DTensor's local tensor itself; any other tensor as it is."""
-    assert tensor is not None, "asked of what has a gradient"
+    assert tensor is not None, "callers pass tensors with a gradient only"
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 FLOAT_NAMES = ("fp32", "bf16", "fp16")  # of weights and gradients
-# Of optimizer states. Those in fp16 and fp8 have a scale for each tensor. The host's flat arrays
+# Of optimizer states. fp16 and fp8 states have a scale for each tensor. The host's flat arrays
 # keep no scales, and the kernels read none.
 STATE_NAMES = (*FLOAT_NAMES, "fp8")
 UNSCALED_STATE_NAMES = ("fp32", "bf16")

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 _KINDS = (
-    (stat.S_ISDIR, "a folder"),
+    (stat.S_ISDIR, "a directory"),
     (stat.S_ISLNK, "a symbolic link"),
     (stat.S_ISFIFO, "a FIFO"),
     (stat.S_ISSOCK, "a socket"),
@@ -161,8 +161,8 @@ class Sync(Enum):
     """The parts that are flushed to disk when a file is published."""
 
     ALL = "the content, then the name"
-    CONTENT = "the content; the rename is the last step, and the reader syncs the folder"
-    NOTHING = "nothing: a note for processes that run now, which can be left where syncing fails"
+    CONTENT = "the content; the rename is the last step, and the reader syncs the directory"
+    NOTHING = "no part: a note for running processes, which also works where syncing fails"
 
 
 @contextmanager

@@ -247,7 +247,8 @@ class NoTimings:
     def record_to(self, timeline: AnyTimeline, prefix: str = "") -> None:  # noqa: ARG002
         """RuntimeError: there are no spans."""
         raise RuntimeError(
-            "Expected records_timings=True, whose spans a timeline shows, got what records nothing."
+            "A timeline needs the timings of host lanes. Build the optimizer with "
+            "records_timings=True."
         )
 
     @property

@@ -256,8 +256,8 @@ def _finish_lanes() -> None:
 
     if late:
         logger.warning(
-            "The program ended while work was under way on %s (%s), which did not end within %g s. "
-            "Another rank may have gone before; this process may be ended by a signal.",
+            "The program ended with pending work on %s (%s) that did not finish within %g s. "
+            "Another rank may have exited earlier; a signal may end this process.",
             counted(len(late), "lane"),
             ", ".join(late),
             _EXIT_SECONDS,

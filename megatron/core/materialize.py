@@ -76,7 +76,7 @@ def _check_is_covered(model: nn.Module) -> None:
     on_meta = [name for name, buffer in model.named_buffers() if buffer.is_meta]
     if on_meta:
         raise RuntimeError(
-            f"Expected buffers with storage, which nothing here would fill, got {on_meta} on meta."
+            f"Expected buffers with storage, got {on_meta} on meta, which is for parameters only."
         )
 
 
@@ -190,7 +190,7 @@ def _copy_local(parameter: nn.Parameter, whole: Tensor) -> None:
         parameter.copy_(whole)
         return
     if parameter.device_mesh.get_coordinate() is None:
-        return  # this rank is not part of the mesh and holds nothing
+        return  # this rank is not in the mesh and has no shard
 
     shape, offset = compute_local_shape_and_global_offset(
         whole.shape, parameter.device_mesh, parameter.placements

@@ -190,7 +190,7 @@ def ensure_default_group(backend: str) -> None:
         dist.init_process_group(backend)
     elif several := [name for name in _NUM_RANKS if os.environ.get(name, "1") != "1"]:
         raise RuntimeError(
-            f"Expected RANK, since {several[0]} says that there are several ranks, got none: call "
+            f"Expected RANK, since {several[0]} is set to several ranks, got none: call "
             "torch.distributed.init_process_group first, or launch with torchrun."
         )
     else:
@@ -211,7 +211,7 @@ def inherit_timeouts(group: dist.ProcessGroup) -> None:
             own._set_default_timeout(inherited.options._timeout)
 
 
-# By process group; None where a second one would gain nothing.
+# By process group; None for groups within one machine, which need no second one.
 _second_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup | None] = (
     weakref.WeakKeyDictionary()
 )

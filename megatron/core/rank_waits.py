@@ -5,8 +5,8 @@ stack shows some call into C++, which looks like a computation. So the code that
 `with waiting_for_ranks("all-gather of 4096 elements")`. The watchdog calls `rank_wait`.
 
 On the CPU a collective blocks: `issuing` (`issued_collectives.py`) makes the statement, and so do
-the exchanges of `fsdp/collectives.py`. On an accelerator a collective returns at once, and the
-device itself knows the collective.
+the exchanges of `fsdp/collectives.py`. On an accelerator a collective returns at once, so
+no statement is needed.
 
 A thread that waits for another one is taken to wait for ranks only where it states it, as lanes do,
 or where autograd runs the backward in separate threads.

@@ -149,7 +149,7 @@ def _are_aligned(spans: Sequence[memoryview], alignment: int) -> bool:
 
 
 def _cut(spans: Sequence[memoryview], begin: int, end: int) -> list[memoryview]:
-    """The bytes from `begin` to `end` of the spans, as if they were one."""
+    """The bytes [begin, end) of the concatenated spans, without copies."""
     found, position = [], 0
     for span in spans:
         part = span[max(0, begin - position) : max(0, end - position)]

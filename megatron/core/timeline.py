@@ -67,7 +67,7 @@ class _Note(NamedTuple):
 
 
 class Timeline:
-    """See the module's docstring. Any thread may add to it; the one that computes opens it."""
+    """Records spans of a rank's work. Any thread adds spans; the thread that computes opens it."""
 
     def __init__(self, device: Device, clock: Callable[[], float] = time.perf_counter) -> None:
         self._device = device

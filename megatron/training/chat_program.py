@@ -97,7 +97,7 @@ class ChatProgram:
         """Renders a conversation.
 
         Args:
-            messages: distinct objects, since the trace tells them apart by identity.
+            messages: distinct objects, since the trace distinguishes them by identity.
             variables: further names for the template.
 
         Raises:
@@ -271,7 +271,7 @@ def _add_calls(tree: nodes.Template, tracer: _Tracer) -> None:
 
 
 class _GuardedNamespace(Namespace):
-    """`namespace()` of templates, without names that begin with an underscore."""
+    """`namespace()` of templates, without names that start with an underscore."""
 
     # Jinja's sandbox lets templates set them: markupsafe would call a `__html_format__`, for
     # instance `str.format`, outside of the sandbox.

@@ -1,26 +1,27 @@
-"""Chat templates: render a conversation as the model's input text, and locate the answers in it.
+"""Chat templates: render a conversation as the model's input text, and locate the spans of it that
+the assistant generates.
 
 A template is a Jinja program that comes with a tokenizer. It receives the variables that the
 transformers library passes (`messages`, `tools`, `add_generation_prompt` and the special tokens)
 and runs in an equal environment (`chat_program.py`).
 
-[Note: locating answers]
-Answers are located in one rendering of the whole conversation, because many templates render a turn
+[Note: assistant spans]
+Spans are located in one rendering of the whole conversation, because many templates render a turn
 differently if other turns follow: they drop its thinking, or end the last turn differently.
 
-- A template may mark answers with `{% generation %}` ... `{% endgeneration %}`. The marks decide.
-- Otherwise an answer is the text that the template writes while it handles the assistant's message,
+- A template may mark spans with `{% generation %}` ... `{% endgeneration %}`. The marks decide.
+- Otherwise a span is the text that the template writes while it handles the assistant's message,
   after the generation prompt and without trailing white space. The generation prompt is the text
   that the template appends to the earlier turns if `add_generation_prompt` is set. A turn may
   contain only the start of the prompt: a prompt that opens a thinking block is followed by
   different text in turns without thinking.
-- In some templates the next turn's header ends an answer (`<|user|>` in GLM). If no special token
-  ends an answer, a special token that follows it becomes part of it.
+- In some templates the next turn's header ends a span (`<|user|>` in GLM). If a span does not end
+  with a special token, a special token that follows it becomes part of it.
 
 A conversation is rejected if the template writes an assistant's message outside of a loop over the
-messages, or without its generation prompt, since its text does not show where the answer starts. If
-a template has no generation prompt, the answer is all text that it writes for the message, which is
-also what a served model has to generate.
+messages, or without its generation prompt, since its text does not show where the span starts. If
+a template has no generation prompt, the span is all text that it writes for the message: a served
+model has to generate all of it, too.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ class RenderedChat(NamedTuple):
     """A rendered conversation.
 
     Attributes:
-        answers: start and end of each answer of the assistant, in characters of the text.
+        answers: start and end of each assistant span, in characters of the text.
     """
 
     text: str
@@ -72,7 +73,7 @@ class ChatTemplate:
             with tools.
         special_tokens: values of template variables such as `eos_token`.
         name: origin of the template, for error messages.
-        ends: the tokenizer's special tokens, which may end an answer.
+        ends: the tokenizer's special tokens, which may end an assistant span.
 
     Raises:
         ConfigError: The source is not a Jinja program.
@@ -136,7 +137,7 @@ class ChatTemplate:
         Args:
             messages: each with a role and the other fields that the template reads.
             tools: tools that the assistant may call.
-            asks: whether to append the generation prompt.
+            asks: value of `add_generation_prompt`.
 
         Raises:
             ConversationError: The template cannot render the conversation.
@@ -146,11 +147,11 @@ class ChatTemplate:
     def render_answers(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None = None
     ) -> RenderedChat:
-        """Renders a conversation and locates the answers to learn ([Note: locating answers]).
+        """Renders a conversation and locates the [Note: assistant spans] that the loss includes.
 
         Raises:
             ConversationError: The template cannot render the conversation, or its text does not
-                show where the answers are.
+                show where the spans are.
         """
         prepared = _prepared(messages)
         answering = {
@@ -195,18 +196,18 @@ class ChatTemplate:
             ) from error
 
     def _marked(self, whole: Traced, learned: set[int] | None) -> tuple[tuple[int, int], ...]:
-        """Returns the marked answers.
+        """Returns the marked spans.
 
         Args:
-            learned: indices of the messages to learn; None for all marked text.
+            learned: indices of the messages in the loss; None for all marked text.
         """
         answers = []
         for message, begin, text in whole.marks:
             end = begin + len(text)
             if whole.text[begin:end] != text or (learned is not None and message is None):
                 raise ConversationError(
-                    f"expected a template that marks answers where it writes them, not in a macro, "
-                    f"got {self.name}"
+                    "expected a template that marks the assistant's text where it writes it, not "
+                    f"in a macro, got {self.name}"
                 )
             if text and (learned is None or message in learned):
                 answers.append((begin, end))
@@ -220,11 +221,11 @@ class ChatTemplate:
         tools: Sequence[Any] | None,
         prompts: list[str],
     ) -> list[tuple[int, int]]:
-        """Locates the answer of a message; in several parts if the template writes other messages
+        """Locates the assistant span of a message; several if the template writes other messages
         between them.
 
         Args:
-            prompts: the distinct prompts of earlier answers; this answer's prompt is added.
+            prompts: the distinct generation prompts of earlier messages; this one's is added.
         """
         text = whole.text
         parts = [
@@ -234,7 +235,7 @@ class ChatTemplate:
         ]
         is_behind = not parts and bool(whole.segments) and index + 1 == len(messages)
         if is_behind:
-            # Some templates write the last answer behind their loop.
+            # Some templates write the last message behind their loop.
             parts = [(whole.segments[-1].end, len(text))]
         if not parts:
             raise ConversationError(
@@ -245,7 +246,7 @@ class ChatTemplate:
         prompt = _known_prompt(text, first, first_end, messages[index], prompts)
         if prompt is None:
             prompt = self._prompt(messages[:index], tools)
-        if prompt is None:  # the template cannot render a conversation without an answer
+        if prompt is None:  # the template cannot render a conversation without this message
             prompt = self._prompt(messages, tools)
         if prompt is not None and not prompt.strip():
             # Some templates append no prompt to a tool's output, but start the next turn with it.
@@ -255,7 +256,8 @@ class ChatTemplate:
         if begin is None or (is_behind and begin == first):
             raise ConversationError(
                 f"message {index + 1}: expected a template that writes its generation prompt "
-                f"before each answer, or marks answers with {{% generation %}}, got {self.name}"
+                "before each of the assistant's messages, or marks them with {% generation %}, got "
+                f"{self.name}"
             )
         assert prompt is not None, "it was found"
         if prompt not in prompts:
@@ -307,9 +309,9 @@ def _prepared(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 def _known_prompt(
     text: str, begin: int, end: int, message: Mapping[str, Any], prompts: Sequence[str]
 ) -> str | None:
-    """Returns an earlier answer's prompt if this message's content follows it directly.
+    """Returns an earlier message's prompt if this message's content follows it directly.
 
-    Otherwise each answer would need two more renderings, quadratic in the number of turns.
+    Otherwise each message would need two more renderings, quadratic in the number of turns.
     """
     content = message.get("content")
     opening = content.strip()[:_NUM_OPENING] if isinstance(content, str) else ""
@@ -321,7 +323,7 @@ def _known_prompt(
 
 
 def _after_prompt(text: str, begin: int, end: int, prompt: str) -> int | None:
-    """Returns where the answer starts within the text of its message; None if it is ambiguous."""
+    """Returns the start of the span within the text of its message; None if it is ambiguous."""
     # There is no prompt, or the previous turn ends with it.
     if not prompt.strip() or text.endswith(prompt, 0, begin):
         return begin

@@ -263,7 +263,7 @@ class LoggingConfig:
         folders = {"--events-dir": self.events_dir, "--profile-lanes-dir": self.profile_lanes_dir}
         for flag, folder in folders.items():
             if folder is not None:
-                expect("://" not in folder, flag, "a folder of the file system", folder)
+                expect("://" not in folder, flag, "a directory of the file system", folder)
 
     @property
     def is_short(self) -> bool:

@@ -1,7 +1,8 @@
-"""From conversations to tokens, and to which of them are to be learned.
+"""From conversations to tokens and their loss mask.
 
 The chat template in the tokenizer's directory renders the text. For conversations about pictures it
-may be missing; then it is this part of Qwen's, in which a picture may take four tokens:
+may be missing; the default is this part of the Qwen template, in which a picture may take four
+tokens:
 
     <|im_start|>user
     <|vision_start|><|image_pad|><|image_pad|><|image_pad|><|image_pad|><|vision_end|>What is
@@ -92,10 +93,10 @@ class ConversationTokenizer:
         return ChatTemplate.of_files(folder, template, ends)
 
     def render(self, conversation: Conversation) -> Rendered:
-        """Returns the tokens of a conversation, and a mask of the assistant's.
+        """Returns the tokens of a conversation and its loss mask.
 
         Raises:
-            ConversationError: it cannot be rendered, or has no token to learn.
+            ConversationError: it cannot be rendered, or has no token in the loss.
         """
         chat = self._template.render_answers(conversation.messages, conversation.tools)
         return self._encoded(chat)
@@ -116,7 +117,7 @@ class PictureTokenizer(ConversationTokenizer):
         template: as for the base class; the default for a directory without one is Qwen's.
 
     Attributes:
-        end: the token that ends an answer.
+        end: the token that ends an assistant span.
         image_token: replaces each block of an image's patches.
 
     Raises:
@@ -129,8 +130,8 @@ class PictureTokenizer(ConversationTokenizer):
         known = {token: number for token, number in ids.items() if number is not None}
         if lacking := [token for token in ids if token not in known]:
             raise ConfigError(
-                f"--tokenizer-model: expected the tokens {', '.join(_OF_PICTURES)} of Qwen's chat "
-                f"template, got a tokenizer without {', '.join(lacking)}."
+                f"--tokenizer-model: expected the tokens {', '.join(_OF_PICTURES)} of the Qwen "
+                f"chat template, got a tokenizer without {', '.join(lacking)}."
             )
         end = self._backend.token_to_id(_END)
         self.end: int = tokenizer.eod if end is None else end
@@ -182,18 +183,17 @@ def _expanded(chat: RenderedChat, num_tokens: Sequence[int]) -> RenderedChat:
 
 
 def encode_answers(backend: Any, text: str, answers: Sequence[tuple[int, int]]) -> Rendered:
-    """Returns the tokens of a text, and a mask of the ones with characters of an answer.
+    """Returns the tokens of a text, and a mask of the tokens with characters of an assistant span.
 
     As in serving, the start of a conversation is defined by the chat template alone: the
-        tokenizer's
-    prefix is not added.
+    tokenizer's prefix is not added.
 
-    A token that starts with the blank before an answer belongs to it, as in the masks of the
-    transformers library: without it, the first word of the answer would not be learned.
+    A token that starts with the blank before a span belongs to it, as in the masks of the
+    transformers library: without it, the loss would not include the first word.
 
     Args:
         backend: a tokenizer of the `tokenizers` library.
-        answers: start and end in characters.
+        answers: start and end of the spans, in characters.
 
     Raises:
         ConversationError: the tokenizer has no tokens for it.

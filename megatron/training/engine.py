@@ -27,8 +27,8 @@ class SaveLoadMeta:
         base_model_path: with `hf`, the directory of the model that training started from. Files
             that the save does not write itself are copied from there, weights excepted.
         hf_dtype: with `hf`, of all weights in the files but for fp32 parameters of an `Fp32Module`,
-            which stay fp32; None: bf16 for those whose main weights are fp32. `torch.float32` keeps
-            these to the bit, for `load` to bring back.
+            which stay fp32; None: bf16 for weights with fp32 main weights. `torch.float32` keeps
+            main weights exactly, so that `load` restores them bit for bit.
         adds_rows: with `hf`, whether the model may have more vocabulary rows than the directory;
             `load_hf` describes how they are initialized.
 

@@ -340,7 +340,7 @@ class ModuleEngine:
         if schedule.least == 0 < schedule.peak:
             raise RuntimeError(
                 f"Expected at most {iteration} steps, after which the learning rate stays at 0, "
-                f"got step {iteration + 1}, which would train nothing. Raise train_iters "
+                f"got step {iteration + 1}, which would change no weight. Raise train_iters "
                 f"({self.config.train_iters}) or lr_decay_iters, or set min_lr, or "
                 "lr_decay_style='constant'."
             )

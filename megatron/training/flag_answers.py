@@ -52,7 +52,7 @@ class Ruling(enum.Enum):
 
 @dataclass(frozen=True)
 class AnswerRow:
-    """A row of the table: flags with one answer. The comment in the file describes the fields."""
+    """A row of the table: flags with the same ruling. The file's comment describes the fields."""
 
     flags: Sequence[str]
     ruling: Ruling
@@ -73,7 +73,7 @@ class AnswerRow:
 
 @dataclass(frozen=True)
 class Answer:
-    """How this program treats a given flag. Equal answers may belong to different values."""
+    """How this program treats a given flag. Instances for different values may be equal."""
 
     given: Given = field(compare=False)
     ruling: Ruling
@@ -92,7 +92,7 @@ class Answer:
 
 
 def answer(given: Given, settings: Mapping[str, Any], samples_per_iteration: int) -> Answer | None:
-    """Returns the answer to a given flag; None if the table has none.
+    """Returns how a given flag is treated; None if the table does not have it.
 
     Args:
         settings: the run's settings, by field name.

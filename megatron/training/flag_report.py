@@ -7,7 +7,7 @@
       No effect here (accepted; may be deleted):
         --use-mcore-models, --sequence-parallel
 
-Nothing is printed for a group without entries.
+Groups without entries are omitted.
 """
 
 from __future__ import annotations

@@ -109,7 +109,7 @@ class ImageProcessing:
             AttributeError,
         ) as error:
             raise ConfigError(
-                f"--processor: expected the config of one of Qwen's image processors in {path}, "
+                f"--processor: expected the config of a Qwen image processor in {path}, "
                 f"got {printable(repr(error))}."
             ) from error
 
@@ -241,7 +241,7 @@ def find_picture(named: str, folder: Path) -> Path | bytes:
     if scheme == "file":
         host, slash, path = rest.removeprefix("//").partition("/")
         if not rest.startswith("//") or not slash or host not in ("", "localhost"):
-            raise ImageError(f"expected a URI like file:///folder/picture.png, got {named[:100]}")
+            raise ImageError(f"expected a URI like file:///images/picture.png, got {named[:100]}")
         return Path(unquote(f"/{path}"))
     if scheme != "data":
         return folder / named

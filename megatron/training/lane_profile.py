@@ -98,7 +98,7 @@ class LaneProfile:
             self._root.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise ConfigError(
-                f"--profile-lanes: expected a folder that can be made, got {self._root} "
+                f"--profile-lanes: expected a writable directory, got {self._root} "
                 f"({reason_of(error)})."
             ) from None
 
@@ -122,7 +122,7 @@ class LaneProfile:
             with published(path, Sync.NOTHING) as stream:
                 stream.write(trace.to_json())
         except OSError as error:
-            logger.warning("Could not write %s: %s. Training goes on.", path, error)
+            logger.warning("Could not write %s: %s. Training continues.", path, error)
             return
         logger.info("timeline of %s in %s", _shown(self._recorded), path.parent)
 

@@ -5,7 +5,7 @@ The environment is torchrun's. Without torchrun a process is a world of one.
 [Note: one store, many starts]
 torchrun's agent keeps its store across restarts, and torch (2.13) uses the same keys in each. A
 restarted rank may therefore read where its peers of the previous start were listening, and fail to
-connect. No environment variable tells the starts apart: an agent counts only its own ranks'
+connect. No environment variable identifies the start: an agent counts only its own ranks'
 failures, so the counts of two machines differ. So the ranks first agree on a name for their start,
 and all keys of the group get that prefix:
 
@@ -197,7 +197,7 @@ def _welcome_all(store: Store, name: str, world_size: int, deadline: float) -> N
         missing = ", ".join(
             f"rank {rank}" for rank, answer in enumerate(answers, 1) if answer != name
         )
-        _pause(deadline, f"all {world_size} ranks, got none of {missing}")
+        _pause(deadline, f"all {world_size} ranks, got no response from {missing}")
 
 
 def _put(store: Store, key: str, content: dict[str, object]) -> None:

@@ -114,7 +114,7 @@ class TensorBoardSink:
             self._writer = SummaryWriter(folder, purge_step=start_iteration + 1)
         except OSError as error:
             raise ConfigError(
-                f"--tensorboard-dir: expected a folder that can be written, got {folder} "
+                f"--tensorboard-dir: expected a writable directory, got {folder} "
                 f"({reason_of(error)})."
             ) from None
 

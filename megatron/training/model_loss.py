@@ -1,4 +1,4 @@
-"""`ModelLoss`, what a forward step returns besides a loss, and what a rank makes of a step's."""
+"""`ModelLoss`, a forward step's losses, and the weights and sums of a step's microbatches."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ class ModelLoss(NamedTuple):
         expert_load: tokens that chose each expert, from which expert biases are moved:
             [layers with experts, experts] int64, a row for each `Router` of the model; None in a
             model without.
-        weight: how much the microbatch counts in the means over the global batch, those of the
-            auxiliary losses included: scalar, not negative, without a gradient, for instance its
-            share of learned tokens. On all ranks or on none; None: all microbatches count alike.
+        weight: weight of the microbatch in the means over the global batch, also of the auxiliary
+            losses: scalar, not negative, without a gradient, for instance its share of tokens in
+            the loss. On all ranks or on none; None: all microbatches count alike.
     """
 
     loss: torch.Tensor

@@ -2,8 +2,7 @@
 
 YAML 1.1, which PyYAML reads, makes 90 of `1:30`, 15 of `017`, a date of `2026-11-22` and true of
 `on`; YAML 1.2 reads most of these in another way. As on the command line, each option defines the
-meaning of its value. So this module returns texts, and marks only those that YAML calls true, false
-and null.
+meaning of its value. So this module returns texts, and marks only YAML's true, false and null.
 
 No other objects are built from the file. Neither an alias, of which 33 doublings are eight billion
 values, nor a list in a list can therefore take more memory or time than the file's size.
@@ -103,7 +102,7 @@ def _value(path: str, key: str, node: yaml.Node) -> Setting | list[Setting]:
 def _setting(path: str, key: str, node: yaml.Node) -> Setting:
     shown = printable(key, _SHOWN)
     if not isinstance(node, yaml.ScalarNode):
-        kind = "a list in a list" if isinstance(node, yaml.SequenceNode) else "keys of its own"
+        kind = "a list in a list" if isinstance(node, yaml.SequenceNode) else "nested keys"
         expected = "a value or a list of values"
         raise ConfigError(f"{path}: {shown}: expected {expected}, got {kind}{_place(node)}.")
 

@@ -67,7 +67,7 @@ class InUse(NamedTuple):
         in_backward: these, their gradients, and weights and gradients of two layers: one is
             gathered or reduced while the other computes.
         sums: sums over earlier microbatches whose reduction is deferred, a part of `in_backward`.
-        earlier_gradients: gradients that earlier microbatches have left, of those at rest.
+        earlier_gradients: the part of the gradients at rest that earlier microbatches have left.
         layer_gradients: gradients at rest of the largest layer that the last microbatch reduces.
     """
 

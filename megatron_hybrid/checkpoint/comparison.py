@@ -48,7 +48,7 @@ def compare(
 
     Args:
         keys: keys of at least one checkpoint.
-        progress: called with the bytes of A's tensors that are done.
+        progress: called with the number of bytes of each tensor of A when it is done.
     """
     ours, theirs = a.tensors, b.tensors
     for key in keys:

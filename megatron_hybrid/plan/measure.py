@@ -333,7 +333,7 @@ def _host_pass(job: Job, device: Device) -> float:
     def array(dtype: torch.dtype) -> torch.Tensor:
         return host_array(_PASS_NUMEL, dtype, device).zero_()
 
-    # Scaled states and those of several dtypes are not offloaded: fp32 takes their place.
+    # Scaled states and states of several dtypes are not offloaded; fp32 is measured instead.
     dtypes = {*job.rule.state_dtypes.values()}
     is_offloaded = len(dtypes) == 1 and dtypes <= {*UNSCALED_STATE_DTYPES}
     states = {

@@ -160,14 +160,8 @@ class StepTime:
         return waited <= _ROUNDING * self.seconds
 
 
-def step_time(work: Work, machine: Machine, *, compute: float | None = None) -> StepTime:
-    """Returns the time of a step.
-
-    Args:
-        compute: measured seconds of forward and backward of the whole step.
-    """
-    if compute is not None:
-        machine = replace(machine, flops=work.flops * work.num_microbatches / compute)
+def step_time(work: Work, machine: Machine) -> StepTime:
+    """Returns the time of a step."""
     if work.update_on_device is not None:
         return SimulatedStep(work, machine, work.update_on_device).time()
     alone = SimulatedStep(work, machine, 0.0).time()

@@ -68,7 +68,7 @@ def _fractions(answer: Answer) -> list[str]:
     if limits.device is not None or limits.host is not None:
         rows.append(("smallest offload fraction that fits", _fraction(answer.smallest_fitting)))
     if answer.machine is not None:
-        rows.append(("largest one that costs nothing", _fraction(answer.largest_hidden)))
+        rows.append(("largest one that is hidden", _fraction(answer.largest_hidden)))
         if answer.activation_fraction is not None:
             of_activations = "largest activation offload fraction that is hidden"
             rows.append((of_activations, _fraction(answer.activation_fraction)))

@@ -154,7 +154,7 @@ def flops_of_microbatch(run: PlannedRun) -> int:
 
 
 def newton_schulz_flops(run: PlannedRun) -> int:
-    """Returns the FLOP of Muon's iterations over all matrices; 0 for other optimizers."""
+    """Returns the FLOP of Newton-Schulz over all matrices; 0 for optimizers other than Muon."""
     optimizer = run.config.optimizer
     if optimizer.optimizer != "muon":
         return 0

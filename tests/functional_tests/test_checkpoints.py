@@ -50,12 +50,12 @@ def test_a_checkpoint_of_another_model_is_refused_by_name_on_all_ranks(saved):
     assert told.startswith("CheckpointError: ")
     assert "word_embeddings.weight has shape (128, 16) where the model has (128, 24)" in told
     assert "it lacks model.output_layer.weight" in told
-    assert "nothing here takes model.decoder.layers.0" in told
+    assert "it has unexpected keys model.decoder.layers.0" in told
 
 
 def test_a_folder_with_newer_checkpoints_is_not_trained_over_but_evaluated_beside(saved):
     told = refusal("--save", saved, "--recover-mode", "off")
-    assert told.startswith("ConfigError: --save: expected a folder without checkpoints beyond")
+    assert told.startswith("ConfigError: --save: expected a directory without checkpoints beyond")
     assert "[2, 4]" in told
     older = ["--load", saved, "--save", saved, "--ckpt-step", 2]
     assert "beyond iteration 2" in refusal(*older)
@@ -66,7 +66,7 @@ def test_a_folder_with_newer_checkpoints_is_not_trained_over_but_evaluated_besid
 def test_a_folder_that_cannot_be_written_is_found_before_training(tmp_path, world_size):
     (tmp_path / "file").write_text("")
     told = refusal("--save", tmp_path / "file" / "run", world_size=world_size)
-    assert told.startswith("ConfigError: --save: expected a folder that can be written")
+    assert told.startswith("ConfigError: --save: expected a writable directory")
 
 
 def test_a_folder_without_checkpoints_starts_afresh_unless_that_is_to_be_an_error(tmp_path):
@@ -124,7 +124,7 @@ def test_some_keys_may_be_left_unread_by_name(saved, tmp_path):
     )
     assert train_state(tmp_path / "untied", 4)["progress"]["iteration"] == 4
     fewer = ["--load", tmp_path / "untied"]
-    assert "nothing here takes model.output_layer.weight" in refusal(*fewer)
+    assert "it has unexpected keys model.output_layer.weight" in refusal(*fewer)
     train(*fewer, "--dist-ckpt-strictness", "raise_unexpected", "--save", tmp_path / "tied")
     train(*fewer, "--load-skip-keys", "*output_layer*", "--save", tmp_path / "skipped")
 
@@ -287,7 +287,7 @@ def test_a_checkpoint_that_is_named_itself_is_the_one_that_is_loaded(saved, tmp_
     train("--load", saved / "iter_0000002", "--save", tmp_path / "again")
     assert_same_tensors(read_checkpoint(tmp_path / "again"), read_checkpoint(saved))
     told = refusal("--load", saved / "iter_0000002", "--ckpt-step", 2)
-    assert told.startswith("ConfigError: --ckpt-step: expected a folder of checkpoints")
+    assert told.startswith("ConfigError: --ckpt-step: expected a directory of checkpoints")
     # Beside newer ones it is no place to continue from, as with --ckpt-step.
     assert "beyond iteration 2" in refusal("--load", saved / "iter_0000002", "--save", saved)
     shutil.copytree(saved, tmp_path / "damaged")

@@ -155,7 +155,7 @@ def test_a_save_that_is_due_while_another_runs_is_left_out_on_all_ranks_if_asked
     runs = pretrain(*flags, world_size=2, disturb=_block_first_save)
     for run in runs:
         assert run.error == ""
-        assert "iteration 2 is not saved: the save before is still under way" in run.log
+        assert "iteration 2 is not saved: the previous save is still in flight" in run.log
     assert published(tmp_path / "saved")[0] == "iter_0000001"
     assert published(tmp_path / "saved")[-1] == "iter_0000004"
     assert "iter_0000002" not in published(tmp_path / "saved")

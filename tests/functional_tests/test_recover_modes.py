@@ -119,7 +119,7 @@ def test_without_a_checkpoint_auto_begins_and_on_refuses(tmp_path):
 def test_off_refuses_a_folder_that_holds_a_run(run):
     done = pretrain("--save", run, "--recover-mode", "off")
     assert done.code == ExitCode.BAD_CONFIGURATION
-    assert "--save: expected a folder without checkpoints beyond iteration 0" in done.error
+    assert "--save: expected a directory without checkpoints beyond iteration 0" in done.error
 
 
 def test_what_load_says_holds_for_the_first_start_only(saved, tmp_path):
@@ -230,7 +230,7 @@ def test_a_run_resumes_from_more_keys_than_its_model_has_by_strictness(tmp_path)
     run = ["--save", tmp_path / "run"]
     untied = "--untie-embeddings-and-output-weights"
     assert pretrain(*run, untied, "--exit-interval", 2).code == 0
-    assert "nothing here takes model.output_layer.weight" in pretrain(*run).error
+    assert "it has unexpected keys model.output_layer.weight" in pretrain(*run).error
     lenient = [*run, "--dist-ckpt-strictness", "raise_unexpected"]
     for flags in (["--exit-interval", 3], []):
         done = pretrain(*lenient, *flags)

@@ -19,7 +19,7 @@ def _terabyte(path: Path) -> None:
 # By the names that messages give them; each makes one at a path where there is nothing yet.
 SPECIAL_FILES: dict[str, Callable[[Path], None]] = {
     "a FIFO": os.mkfifo,
-    "a folder": Path.mkdir,
+    "a directory": Path.mkdir,
     "a device": _device,
     "a terabyte": _terabyte,
 }

@@ -1,1 +1,1 @@
-"""What the benchmark of checkpoints consists of."""
+"""The parts of the benchmark of checkpoints."""

@@ -1,4 +1,4 @@
-"""One rank's saves and loads: ours, DCP's, and the raw bytes."""
+"""One rank's saves and loads: this project's, DCP's, and the raw bytes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from megatron.core.dist_checkpointing.save.manager import CheckpointManager
 from megatron.core.dist_checkpointing.state.entries import Contents
 
 Figures = dict[str, float]
-Variant = tuple[str, str]  # what is done, and who does it
+Variant = tuple[str, str]  # (operation, side)
 
 
 class Bench:
@@ -47,13 +47,13 @@ class Bench:
         self.buffers = BufferPool(self.device).lend()
         for buffer in self.buffers:
             buffer[:] = os.urandom(len(buffer))
-        self.iteration = world_size  # of what is kept, see `keep`
+        self.iteration = world_size  # of the checkpoint that is kept, see `keep`
         self._reserve = folders["tmpfs"] / f"reserve_{rank}"
 
     def run(
         self, variants: Mapping[Variant, Callable[[], Figures]], num_rounds: int
     ) -> dict[Variant, list[Figures]]:
-        """What each variant has measured in each round."""
+        """The figures of each variant in each round."""
         works = {key: partial(self._run_one, variant) for key, variant in variants.items()}
         return report.interleaved(works, num_rounds)
 
@@ -130,7 +130,7 @@ class Bench:
         return {"seconds": total, "blocked_seconds": blocked, "growth_bytes": grown[0]}
 
     def keep(self) -> None:
-        """Saves what is loaded later: on disk, as iteration `world_size`, and by DCP as
+        """Saves the checkpoints for later loads: on disk, as iteration `world_size`, and by DCP as
         `dcp_<world_size>`.
         """
         self.iteration = self.world_size
@@ -139,7 +139,7 @@ class Bench:
         dcp.save(self.state.even, checkpoint_id=self.kept("dcp", self.world_size))
 
     def kept(self, who: str, num_ranks: int) -> Path:
-        """The folder in which so many ranks have kept their state."""
+        """The directory in which `num_ranks` ranks have kept their state."""
         return (
             self._ours("disk") / checkpoint_name(num_ranks)
             if who == "ours"
@@ -186,7 +186,7 @@ class Bench:
         }
 
     def check_loads(self, num_ranks: int) -> None:
-        """Warms up. RuntimeError if a load does not bring back what was saved."""
+        """Warms up. RuntimeError if a load does not restore the saved values."""
         for who, parts in {"ours": self.state.parts, "dcp": self.state.even_parts}.items():
             clear(parts)
             self.load(who, num_ranks)

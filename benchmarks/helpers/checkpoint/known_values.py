@@ -51,7 +51,7 @@ def clear(parts: Sequence[Part]) -> None:
 
 
 def check(parts: Sequence[Part]) -> None:
-    """Raises RuntimeError if a value is not what it was."""
+    """Raises RuntimeError if a value has changed."""
     for part in parts:
         for bits, wanted in pieces(part):
             if not torch.equal(bits, wanted):

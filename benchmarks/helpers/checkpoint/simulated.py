@@ -62,7 +62,7 @@ def layouts_for(num_ranks: int) -> dict[str, GlobalLayout]:
 
 
 class Named(NamedTuple):
-    """A weight, or a section of one, as the checkpoint knows it."""
+    """A weight, or a section of one, under its key in the checkpoint."""
 
     fqn: str
     shape: tuple[int, ...]

@@ -1,4 +1,4 @@
-"""What is saved and loaded, as this project has it and as DTensors for DCP."""
+"""The saved and loaded state, in this project's layout and as DTensors for DCP."""
 
 from __future__ import annotations
 

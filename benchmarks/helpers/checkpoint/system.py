@@ -1,4 +1,4 @@
-"""What the system says: memory, bytes read, and which files are in the page cache."""
+"""Figures from the operating system: memory, bytes read, files in the page cache."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class BytesRead(NamedTuple):
 
 
 def resident_share(folder: Path) -> float:
-    """How much of the files in a folder is in the page cache."""
+    """The share of the files in a directory that is in the page cache."""
     resident = total = 0
     libc = ctypes.CDLL(None, use_errno=True)
     for path in filter(lambda path: path.stat().st_size, folder.iterdir()):
@@ -55,7 +55,7 @@ def resident_share(folder: Path) -> float:
 
 
 def evict(folder: Path) -> None:
-    """Takes the files of a folder out of the page cache."""
+    """Evicts the files of a directory from the page cache."""
     for path in folder.iterdir():
         with path.open("rb") as file:
             os.fsync(file.fileno())

@@ -1,5 +1,5 @@
-"""Training samples of conversations: rows of whole documents, of which answers are to be learned.
-Row i is a function of the files, the split, the length of rows, the seed and i.
+"""Training samples of conversations: rows of whole documents, with a loss mask for the assistant's
+tokens. Row i is a function of the files, the split, the length of rows, the seed and i.
 
     PREFIX.bin/.idx         a sequence of tokens for each conversation
     PREFIX_mask.bin/.idx    uint8, as many: 1 for tokens that are to be learned
@@ -51,9 +51,9 @@ def has_mask(prefix: str | Path) -> bool:
     if len(missing) == len(paths) and CHAT_SUFFIX not in Path(prefix).name:
         return False
     raise IndexedDatasetError(
-        f"{prefix}: expected the mask of its answers, got no {' and no '.join(missing)}. Without "
-        "it every token would be learned. Copy it from where the conversations were prepared, or "
-        "prepare them again by `python -m megatron_hybrid preprocess --chat`."
+        f"{prefix}: expected its loss mask, got no {' and no '.join(missing)}. Without the mask, "
+        "the loss would include every token. Copy it from where the conversations were prepared, "
+        "or prepare them again by `python -m megatron_hybrid preprocess --chat`."
     )
 
 
@@ -69,9 +69,7 @@ class AnswerFiles:
         self.tokens = IndexedDataset(prefix)
         self.mask: IndexedDataset | None = None
         if not has_mask(prefix):
-            logger.info(
-                "%s has no mask of answers, so it is text: all of its tokens are learned", prefix
-            )
+            logger.info("%s has no loss mask, so it is text: the loss has all tokens", prefix)
             return
 
         mask = self.mask = IndexedDataset(mask_prefix(prefix))
@@ -96,7 +94,7 @@ class AnswerFiles:
 
 
 class _Piece(NamedTuple):
-    """Inputs of one document: tokens from `begin` on, and as many labels, one token later."""
+    """Inputs of one document, starting at token `begin`; the labels are one token later."""
 
     sequence: int
     begin: int
@@ -117,8 +115,8 @@ class AnswerDataset(NumberedDataset):
         seed: decides which documents share a row, and the order of rows.
         filler: the token that fills up rows.
         vocab_size: larger or equal token ids are rejected when they are read.
-        is_cut: whether conversations longer than a row are truncated. Those that lose all their
-            answers are dropped.
+        is_cut: whether conversations longer than a row are truncated; a conversation with an empty
+            loss mask in its first row is dropped.
 
     Raises:
         ConfigError: for conversations longer than a row, or none at all.
@@ -147,8 +145,8 @@ class AnswerDataset(NumberedDataset):
         self._sequences, self._begins, self._lengths = self._pieces(documents, is_cut=is_cut)
         if len(self._lengths) == 0:
             raise ConfigError(
-                f"--split: expected at least one document of {files.prefix} in each split with "
-                "something to learn, got none."
+                f"--split: expected at least one document of {files.prefix} with tokens in the "
+                "loss in each split, got none."
             )
         self._rows = PackedRows(self._lengths, seq_length, seed)
         self.samples_per_epoch = len(self._rows)
@@ -178,7 +176,7 @@ class AnswerDataset(NumberedDataset):
         return sequences, np.zeros_like(sequences), np.minimum(lengths, self.seq_length)
 
     def _without_answers(self, too_long: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Conversations without an answer in their first row. They are logged."""
+        """Conversations with an empty loss mask in their first row. They are logged."""
         mask = self.files.mask
         assert mask is not None, "text has no conversations"
         found = [
@@ -186,9 +184,9 @@ class AnswerDataset(NumberedDataset):
         ]
         if found:
             logger.warning(
-                "%s: %d of %d conversations that --sft-truncate cuts have no answer in their first "
-                "%d tokens and are left out, the first of them %s; raise --seq-length to train on "
-                "them",
+                "%s: dropped %d of %d conversations that --sft-truncate cuts, since their first %d "
+                "tokens have none of the assistant's, the first of them %s; raise --seq-length to "
+                "train on them",
                 self.files.prefix,
                 len(found),
                 len(too_long),

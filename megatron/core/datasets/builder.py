@@ -72,7 +72,7 @@ def build_gpt_datasets(
     for indexed in opened:
         if IndexedDataset.exists(mask_prefix(indexed.prefix)):
             logger.info(
-                "%s has a mask of answers, which --sft alone reads: all of its tokens are learned",
+                "%s has a loss mask, which is only read with --sft: the loss has all tokens",
                 indexed.prefix,
             )
         if config.boundaries:
@@ -155,7 +155,7 @@ def build_answer_datasets(
     if all(files.mask is None for files in opened):
         prefixes = ", ".join(files.prefix for files in opened)
         raise ConfigError(
-            "--sft: expected a mask of answers, PREFIX_mask.bin and PREFIX_mask.idx, for at least "
+            "--sft: expected a loss mask, PREFIX_mask.bin and PREFIX_mask.idx, for at least "
             f"one part of --data-path, got none for {prefixes}. If its mask is lost, prepare it "
             "again by `python -m megatron_hybrid preprocess --chat`; text alone is trained "
             "without --sft."

@@ -70,13 +70,13 @@ class GPTDatasetConfig:
     )
     sft: bool = option(
         False,
-        "train on conversations tokenized by `preprocess --chat`: only answers count in the "
-        "loss, and conversations that share a row do not attend to each other",
+        "train on conversations tokenized by `preprocess --chat`: the loss has the assistant's "
+        "tokens only, and conversations that share a row do not attend to each other",
     )
     sft_truncate: bool = option(
         False,
-        "cut conversations that are longer than --seq-length, instead of refusing them; those that "
-        "lose all of their answers are left out",
+        "truncate conversations that are longer than --seq-length, instead of raising an error; "
+        "conversations without the assistant's tokens after truncation are dropped",
         requires="sft",
     )
     num_workers: int = option(
@@ -104,7 +104,7 @@ class GPTDatasetConfig:
     def _check_source(self) -> None:
         if self.mock_data and self.data_path is not None:
             got = shown(" ".join(self.data_path))
-            raise ConfigError(f"--data-path: expected nothing beside --mock-data, got {got}.")
+            raise ConfigError(f"--data-path: expected no path with --mock-data, got {got}.")
         expect(
             self.mock_data or bool(self.data_path),
             "--data-path",
@@ -123,8 +123,8 @@ class GPTDatasetConfig:
             not (self.sft and self.boundaries),
             "--sft",
             "none of --reset-attention-mask, --reset-position-ids and --eod-mask-loss, since "
-            "conversations never see each other",
-            "it beside them",
+            "conversations never attend to each other",
+            "at least one",
         )
 
     @property

@@ -139,7 +139,7 @@ class MappedFile:
 
     def check_size(self) -> None:
         """IndexedDatasetError if it is shorter now. See [Note: a data file that shrinks]."""
-        # size() asks the system for the file's, by a descriptor that the mapping keeps.
+        # size() is an fstat of the descriptor that the mapping keeps open.
         if self._mapping is not None and self._mapping.size() < len(self._mapping):
             raise _shrunk(self.path, len(self._mapping), self._mapping.size())
 

@@ -159,7 +159,7 @@ class GPTDataset(NumberedDataset):
         if number + 1 < self.samples_per_epoch:
             following = self._starts.at(epoch, number + 1)
             if following != last:
-                expected = f"its last token where the next one begins, {_shown(following)}"
+                expected = f"its last token at the start of the next one, {_shown(following)}"
                 raise self._wrong_start(epoch, number, expected, _shown(last))
             return
 

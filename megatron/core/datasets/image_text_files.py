@@ -1,7 +1,7 @@
 """Samples of text with images, in token files.
 
     PREFIX_text.bin/.idx     int32; a document for each sample, of two sequences: its tokens, and
-                             where its answers are: start, end, start, end, ... in tokens
+                             the spans in the loss: start, end, start, end, ... in tokens
     PREFIX_images.bin/.idx   uint8; a document for each sample, with a sequence for each of its
                              images: rows and columns of patches, as two little-endian uint32, and
                              the pixels [patches, channels, pixel rows, pixel columns]
@@ -218,7 +218,7 @@ class ImageTextFiles:
             or not is_sorted
             or (len(edges) and not 0 <= edges[0] < edges[-1] <= length)
         ):
-            raise self._error(f"begins and ends of answers in sample {index}, got {edges[:8]}")
+            raise self._error(f"ordered spans of the loss in sample {index}, got {edges[:8]}")
         changes = np.zeros(length + 1, np.int8)
         changes[edges[::2]], changes[edges[1::2]] = 1, -1
         return np.cumsum(changes[:-1], dtype=np.int8).astype(np.bool_)

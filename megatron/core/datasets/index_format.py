@@ -85,7 +85,7 @@ def read_header(index: DataFile) -> IndexHeader:
     content = index.read(0, min(size, _HEADER.size))
     if not content.startswith(_MAGIC):
         found = content[: len(_MAGIC)]
-        expected = f"an index that begins with {_MAGIC!r}"
+        expected = f"an index whose first bytes are {_MAGIC!r}"
         raise IndexedDatasetError(f"{path}: expected {expected}, got {found!r}.")
 
     if len(content) < _HEADER.size:
@@ -147,7 +147,7 @@ def _check_sequences(index: DataFile, header: IndexHeader, tokens: DataFile) -> 
             wrong = int(np.flatnonzero(pointers != starts)[0])
             where = f"at byte {starts[wrong]}, where the one before it ends"
             raise IndexedDatasetError(
-                f"{index.path}: expected sequence {begin + wrong} to begin {where}, got "
+                f"{index.path}: expected sequence {begin + wrong} to start {where}, got "
                 f"{pointers[wrong]}."
             )
 
@@ -171,19 +171,19 @@ def _check_boundaries(index: DataFile, header: IndexHeader) -> None:
         count = min(_CHECKED, header.num_boundaries - begin)
         boundaries = index.array(header.boundaries_at + 8 * begin, count, "<i8")
         if begin == 0 and boundaries[0] != 0:
-            expected = "the documents to begin with sequence 0"
+            expected = "the first document to start at sequence 0"
             raise IndexedDatasetError(f"{index.path}: expected {expected}, got {boundaries[0]}.")
         if boundaries[0] < last or (boundaries[1:] < boundaries[:-1]).any():
             whole = np.concatenate(([last], boundaries))
             wrong = int(np.flatnonzero(whole[1:] < whole[:-1])[0])
             raise IndexedDatasetError(
-                f"{index.path}: expected document {begin + wrong} to begin with sequence "
+                f"{index.path}: expected document {begin + wrong} to start at sequence "
                 f"{whole[wrong]} or a later one, got {whole[wrong + 1]}."
             )
         last = int(boundaries[-1])
 
     if header.num_boundaries == 0:
-        expected = "the documents to begin with sequence 0"
+        expected = "the first document to start at sequence 0"
         raise IndexedDatasetError(f"{index.path}: expected {expected}, got no boundaries.")
     if last > header.num_sequences:
         expected = f"the documents to end with sequence {header.num_sequences} or before it"

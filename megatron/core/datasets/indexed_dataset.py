@@ -356,7 +356,7 @@ class IndexedDatasetBuilder:
         """
         if path is not None and Path(path).resolve() != idx_path(self.prefix).resolve():
             raise ValueError(
-                f"Expected the index at {idx_path(self.prefix)}, beside its .bin, got {path}."
+                f"Expected the index at {idx_path(self.prefix)}, next to its .bin, got {path}."
             )
         try:
             self.complete()
@@ -370,7 +370,7 @@ class IndexedDatasetBuilder:
             self.abort()
 
     def complete(self) -> None:
-        """Flushes all data to the temporary files. Nothing can be added afterwards.
+        """Flushes all data to the temporary files. No sequence can be added afterwards.
 
         A full disk raises here at the latest, so a program that writes several data sets completes
         all of them before it finalizes the first.

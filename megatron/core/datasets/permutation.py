@@ -113,7 +113,7 @@ class RandomPermutation:
         return permuted.view(np.int64)
 
     def _walk(self, values: npt.NDArray[np.uint64]) -> None:
-        """Permutes `values` in place until each lies in range(size)."""
+        """Permutes `values` in place until each is in range(size)."""
         size = np.uint64(self.size)
         self._permute_domain(values)
         outside = np.flatnonzero(values >= size)

@@ -137,7 +137,7 @@ class SampleIndex:
         seq_length: tokens from one window to the next.
         samples_per_epoch: whole windows in an epoch.
         num_epochs: epochs stored.
-        folder: where the file is kept; made if missing.
+        folder: the directory of the file; created if missing.
     """
 
     stream: EpochStream
@@ -202,7 +202,7 @@ class SampleIndex:
                     self._build_in_turn()
                     found = self._map()
         except OSError as error:
-            expected = "a folder to write the sample index to"
+            expected = "a writable directory for the sample index"
             raise IndexedDatasetError(
                 f"--data-cache-path: expected {expected}, got {self.folder} ({error})."
             ) from error

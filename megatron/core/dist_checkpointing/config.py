@@ -25,7 +25,7 @@ class CheckpointConfig:
         None,
         "directory or URL to save checkpoints in (default: save none)",
         metavar="DIR",
-        noun="a folder",
+        noun="a directory",
         may_change=True,
     )
     save_interval: int | None = option(
@@ -114,7 +114,7 @@ class CheckpointConfig:
     )
     save_hf_interval: int = option(
         1,
-        "saves between those with hf/; the save at the end of a run always has it",
+        "write hf/ in every N-th save; the save at the end of a run always has it",
         at_least=1,
         requires="save_hf_weights",
         may_change=True,
@@ -122,10 +122,10 @@ class CheckpointConfig:
     save_optim: bool = option(True, "save the optimizer's states", requires="save")
     load: str | None = option(
         None,
-        "directory or URL of checkpoints, of which the newest is loaded; a run starts afresh if"
-        " there is none",
+        "directory or URL of checkpoints, of which the newest is loaded; if it has no checkpoint, "
+        "the run starts from scratch",
         metavar="DIR",
-        noun="a folder",
+        noun="a directory",
         may_change=True,
     )
     load_optim: bool = option(True, "load the optimizer's states", requires=_LOADS)
@@ -166,7 +166,7 @@ class CheckpointConfig:
         "directory of a Hugging Face model: sets architecture and tokenizer, and gives the "
         "initial weights of a run that loads no checkpoint",
         metavar="DIR",
-        noun="a folder",
+        noun="a directory",
         may_change=True,
     )
     hf_init_random: bool = option(
@@ -177,7 +177,7 @@ class CheckpointConfig:
         "directory that another program saved with torch.distributed.checkpoint: gives the "
         "initial weights, and moments if it has them, of a run that loads no checkpoint",
         metavar="DIR",
-        noun="a folder",
+        noun="a directory",
         requires="dcp_key_map",
         may_change=True,
     )
@@ -215,15 +215,15 @@ class CheckpointConfig:
         expect(
             is_folder or config.ckpt_format != TORCH_DCP,
             "--save",
-            f"a folder of a file system with --ckpt-format {TORCH_DCP}",
+            f"a directory of a file system with --ckpt-format {TORCH_DCP}",
             save,
         )
         expect(
             is_folder or config.save_hf_weights is None,
             "--save",
-            "a folder of a file system with --save-hf-weights, since ranks write at offsets within "
-            "one file; `python -m megatron_hybrid checkpoint export` makes such a folder of any "
-            "checkpoint",
+            "a directory of a file system with --save-hf-weights, since ranks write at offsets "
+            "within one file; `python -m megatron_hybrid checkpoint export` converts checkpoints "
+            "of remote stores",
             save,
         )
         return config
@@ -255,6 +255,4 @@ def check_protocol(place: str, prefix: str = "") -> None:
                 f"{prefix}expected the package that fsspec needs for {place}, got none ({error})."
             ) from None
         except ValueError:
-            raise ConfigError(
-                f"{prefix}expected a protocol that fsspec knows, got {place}."
-            ) from None
+            raise ConfigError(f"{prefix}expected a protocol of fsspec, got {place}.") from None

@@ -50,7 +50,7 @@ def expect_same_model(
         missing, extra: the keys that only the model has, and that only the checkpoint has.
     """
     clauses = [f"it lacks {few(missing)}"] if missing else []
-    clauses += [f"nothing here takes {few(extra)}"] if extra else []
+    clauses += [f"it has unexpected keys {few(extra)}"] if extra else []
     clauses += differences
     if clauses:
         more = len(clauses) - _MAX_SHOWN

@@ -45,7 +45,7 @@ def save_checkpoint(
     folder = Path(checkpoint_dir)
     if folder.name in ("", ".."):
         raise ValueError(
-            f"Expected the name of a folder to make, got {os.fspath(checkpoint_dir)!r}."
+            f"Expected the path of a new directory, got {os.fspath(checkpoint_dir)!r}."
         )
 
     torch_dcp.save_checkpoint(

@@ -91,7 +91,7 @@ def expect_folder(store: Store, name: str) -> None:
     """CheckpointNotFoundError unless the store has the directory of a checkpoint."""
     if not store.exists(name):
         place = path_of(store, name)
-        raise CheckpointNotFoundError(f"Expected a checkpoint in {place}, got no such folder.")
+        raise CheckpointNotFoundError(f"Expected a checkpoint in {place}, got no such directory.")
 
 
 def remove_or_warn(store: Store, name: str) -> None:
@@ -448,7 +448,7 @@ def published_iterations(store: Store) -> list[int]:
     """
     # Only the root of a local store is a path of the file system.
     if store.is_rename_atomic and Path(store.root).exists() and not Path(store.root).is_dir():
-        raise CheckpointError(f"Expected a folder of checkpoints at {store.root}, got a file.")
+        raise CheckpointError(f"Expected a directory of checkpoints at {store.root}, got a file.")
     names = {name: iteration_of(name) for name in store.folders()}
     found = [(name, iteration) for name, iteration in names.items() if iteration is not None]
     return sorted(

@@ -1,7 +1,7 @@
 """Tensor parallelism: the heads and channels of each layer divided over ranks.
 
 `TensorGroup` takes the place of `tensor` in attention, gated delta nets, MLPs, the embedding and
-the model; tensor_exchange.py describes what they do with it. Between the layers each rank has some
+the model; tensor_exchange.py describes how they use it. Between the layers each rank has some
 positions of its rows (sequence parallelism), so a norm, a router or a residual addition is computed
 once, and each of the two parts of a layer gathers its inputs and scatters its outputs:
 

@@ -228,7 +228,7 @@ def attend(
     Args:
         query: [batch, heads, seq, head_dim].
         key: [batch, groups, keys, head_dim], one for each query or, if causal, more: the queries
-            are those of the last positions.
+            have the last positions.
         value: [batch, groups, keys, value_dim], where value_dim may be another width.
         learned_sinks: [heads], the sinks' logits; given if and only if they are learned.
         dropout: probability with which a weight becomes zero.
@@ -403,7 +403,7 @@ def _fused_causal(
         return _fused(query, key, value, None, scale, dropout)
 
     # The kernels' causal mask starts at the first key. A mask of all pairs would be large; blocks
-    # of queries share one of `rows` queries, whose last columns are those of a block's own keys.
+    # of queries share one of `rows` queries, whose last columns are for the block's positions.
     rows = min(num_queries, _SCORE_ROWS)
     visible = _visible(rows, num_keys, num_keys - rows, None, query.device)
     dtype = torch.float32 if is_slow(query) else query.dtype
@@ -428,8 +428,8 @@ def _fused_causal(
 
 
 def _keys_in_reach(part: Tensor, window: int, rows: int, num_sinks: int) -> Tensor:
-    """For each block of `rows` queries the keys, or values, of its own positions and of the
-    `window` before them, after the sinks'.
+    """The keys, or values, that each block of `rows` queries attends to: the sinks, then the
+    `window` positions before the block, then the block.
 
     Args:
         part: [batch, groups, num_sinks + window + blocks * rows, head_dim].

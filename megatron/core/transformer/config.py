@@ -287,7 +287,7 @@ class TransformerConfig(LatentAttentionOptions, MoeOptions, RotaryOptions):
             expect(
                 self.is_gated or not is_given,
                 flag,
-                "--swiglu or --gated-linear-unit beside it",
+                "--swiglu or --gated-linear-unit, which it applies to",
                 None,
             )
 
@@ -298,8 +298,8 @@ class TransformerConfig(LatentAttentionOptions, MoeOptions, RotaryOptions):
         expect(
             self.ffn_size > 0,
             "--ffn-hidden-size",
-            f"a value of its own where a gated MLP would give --hidden-size {self.hidden_size} no "
-            "whole 64 channels",
+            "a value, since the default of gated MLPs, a multiple of 64, is 0 for --hidden-size "
+            f"{self.hidden_size}",
             self.ffn_hidden_size,
         )
 
@@ -308,8 +308,8 @@ class TransformerConfig(LatentAttentionOptions, MoeOptions, RotaryOptions):
             expect(
                 len(self.window_size) == 2 and self.window_size[1] == 0,
                 "--window-size",
-                "the number of positions before each one, and 0 for those after it (1023,0 for a "
-                "window of 1024)",
+                "the number of earlier positions that each one attends to, and 0 for later ones "
+                "(1023,0 for a window of 1024)",
                 self.window_size,
             )
 

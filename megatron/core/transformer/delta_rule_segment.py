@@ -36,8 +36,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-# A position with less than this forgets everything: exp of it is zero in fp32. Lifting what is
-# lower to it keeps sums finite, even of -inf.
+# A position with less than this forgets everything: exp of it is zero in fp32. Clamping to it keeps
+# sums finite, even of -inf.
 MIN_LOG_DECAY = -200.0
 
 # exp of less than this counts as zero, 1e-26. Products with numbers close to the smallest ones of

@@ -20,7 +20,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar, NamedTuple
 
-import torch
 from torch import Tensor, nn
 
 from megatron.core.low_precision.amax_history import AmaxHistory
@@ -152,12 +151,10 @@ class Linear(nn.Linear):
         *,
         init_std: float = 0.02,
         tensor_dim: int | None = None,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
     ) -> None:
         # Before nn.Linear's constructor, which calls reset_parameters.
         self.init_std = init_std
-        super().__init__(in_features, out_features, bias=bias, device=device, dtype=dtype)
+        super().__init__(in_features, out_features, bias=bias)
         self.tensor_dims = {} if tensor_dim is None else {"weight": tensor_dim}
         if tensor_dim == 0:
             self.tensor_dims["bias"] = 0
@@ -196,17 +193,9 @@ class FusedLinear(HasSections, Linear):
         *,
         init_std: float = 0.02,
         tensor_dim: int | None = None,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(
-            in_features,
-            fused.num_rows,
-            bias,
-            init_std=init_std,
-            tensor_dim=tensor_dim,
-            device=device,
-            dtype=dtype,
+            in_features, fused.num_rows, bias, init_std=init_std, tensor_dim=tensor_dim
         )
         self.fused = fused
 

@@ -1,6 +1,6 @@
 """Recomputation of attention that does not run its kernels again.
 
-The kernels take most of attention's time, and their inputs may take far more memory than the
+Attention spends most of its time in the kernels, and their inputs may take far more memory than the
 tensors that they are made of: with context parallelism, keys and values of whole sequences, which a
 rank can gather again. `keep_kernel_results` keeps the kernels' results instead of their inputs.
 

@@ -58,7 +58,7 @@ class LatentAttention(Attention):
 
         def fused(in_features: int, *sections: tuple[str, int], num_heads: int = 1) -> FusedLinear:
             weight = FusedWeight(sections, [num_heads] * len(sections))
-            # Tensor parallelism divides heads and leaves what has none whole.
+            # Tensor parallelism divides heads; a projection without heads stays whole.
             dim = None if num_heads == 1 else 0
             return FusedLinear(in_features, weight, bias=False, init_std=init_std, tensor_dim=dim)
 

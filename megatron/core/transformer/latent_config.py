@@ -59,7 +59,7 @@ class LatentAttentionOptions:
     )
     qk_pos_emb_head_dim: int = option(
         64,
-        "channels of a query head that are rotated; all heads share those of the key",
+        "rotated channels of a query head; all heads share the rotated channels of the key",
         at_least=2,
         ceiling=_MOST_CHANNELS,
         no_effect_unless="multi_latent_attention",

@@ -403,7 +403,7 @@ def _statistics(logits: Tensor, labels: Tensor, options: HeadOptions) -> Tensor:
 
 
 def _capped(x: Tensor, options: HeadOptions) -> tuple[Tensor, Tensor | None]:
-    """Logits with the softcap, and its tanh, if there is one. Overwrites `x`."""
+    """(logits, None), or with a softcap (capped logits, its tanh). Overwrites `x`."""
     if options.softcap is None:
         return x, None
     tanh = x.div_(options.softcap).tanh_()

@@ -73,7 +73,7 @@ class MoeOptions:
     )
     moe_router_group_topk: int | None = option(
         None,
-        "groups that each token takes its experts from: those with the largest sums of their "
+        "groups that each token takes its experts from, chosen by the largest sums of their "
         "two best scores; must be given with groups",
         at_least=1,
         requires="moe_router_num_groups",
@@ -138,8 +138,8 @@ class MoeOptions:
     )
     moe_token_drop_policy: str = option(
         DropPolicy.PROBS.value,
-        "tokens that a full expert keeps: those with the highest scores (probs), or the first "
-        "ones (position)",
+        "tokens that a full expert keeps: probs, the ones with the highest scores; position, the "
+        "first ones",
         choices=tuple(kind.value for kind in DropPolicy),
         requires="moe_expert_capacity_factor",
     )
@@ -184,8 +184,8 @@ class MoeOptions:
         expect(
             self.moe_router_norm_topk is not False or self.is_router_scored_first,
             "--moe-router-no-norm-topk",
-            "--moe-router-pre-softmax or sigmoid scores beside it, since a softmax over the chosen "
-            "experts adds up to one",
+            "--moe-router-pre-softmax or sigmoid scores, since a softmax over the chosen experts "
+            "adds up to one",
             None,
         )
         expect(
@@ -209,7 +209,7 @@ class MoeOptions:
         expect(
             chosen is not None,
             "--moe-router-num-groups",
-            "--moe-router-group-topk beside it",
+            "--moe-router-group-topk as well",
             None,
         )
         assert chosen is not None

@@ -27,7 +27,7 @@ class RotaryAngles:
     """The cosines and sines of every position's angles, times YaRN's attention factor.
 
     Not a tuple: mixed precision of FSDP casts the floating-point inputs of a module to the compute
-    dtype, also those in tuples, and in bf16 neighbouring positions would have equal angles.
+    dtype, also within tuples, and in bf16 neighbouring positions would have equal angles.
     """
 
     cos: Tensor  # [seq, rotary_dim / 2] fp32, or [batch, seq, rotary_dim / 2]

@@ -61,7 +61,7 @@ class ContextExchange(Protocol):
 
         Args:
             parts: [batch, seq / ranks, heads, dim] each. Numbers of heads and dims may differ, and
-                dtypes. Where ranks do not divide the heads, `own` says which ones a rank gets.
+                dtypes. Where ranks do not divide the heads, `own` selects the heads of a rank.
 
         Returns:
             [batch, seq, heads of this rank, dim] each.

@@ -56,13 +56,13 @@ class Balancing(enum.Enum):
 
     NONE = "none"
     MICROBATCH = "aux_loss"  # all tokens of a rank's microbatch together
-    SEQUENCE = "seq_aux_loss"  # those of each sequence by itself
+    SEQUENCE = "seq_aux_loss"  # the tokens of each sequence by itself
 
 
 class DropPolicy(enum.Enum):
     """Which tokens an expert keeps that has more than its capacity."""
 
-    PROBS = "probs"  # those with the largest weights
+    PROBS = "probs"  # the ones with the largest weights
     POSITION = "position"  # the first ones
 
 

@@ -88,8 +88,8 @@ def attend_varlen(
 
     Args:
         query: [batch, heads, seq, head_dim].
-        key: [batch, groups, keys, head_dim]; with more keys than queries, these are those of the
-            last positions.
+        key: [batch, groups, keys, head_dim]; with more keys than queries, the queries have the last
+            positions.
         value: [batch, groups, keys, value_dim], at most as wide as keys.
         documents: documents of the keys of a batch that is one row then.
 

@@ -180,7 +180,7 @@ def load_dcp(folder: str, table: str, config: TransformerConfig, state: RunState
     Counters of iterations and samples, schedule, options and random states do not change.
 
     Args:
-        folder: a directory of `torch.distributed.checkpoint.save`.
+        folder: a directory written by `torch.distributed.checkpoint.save`.
         table: the file of a `KeyMap`.
         config: the model's config.
 

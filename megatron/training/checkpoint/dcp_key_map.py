@@ -47,7 +47,7 @@ _FIELDS = ("keys", "weights", "moments", "tied", "ignore")
 _PLACEHOLDER = re.compile(r"\{(\w+)\}")
 _YAML_NUMBER = re.compile(r"[1-9]\d{0,8}")
 
-# The keys of PyTorch's helpers, torchtitan and DCP's tutorials.
+# The keys that PyTorch's helpers, torchtitan and the DCP tutorials write.
 _USUAL_WEIGHTS = ("{name}", "model.{name}", "app.model.{name}", "state.model.{name}")
 _USUAL_MOMENTS = tuple(
     f"{prefix}{{name}}.{{moment}}"

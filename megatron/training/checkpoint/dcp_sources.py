@@ -7,8 +7,8 @@ channels, in two groups:
     their rows       0 .. 5       6 .. 8   9 .. 11    12 .. 17     18 .. 20   21 .. 23
                      query 0, 1   key 0    value 0    query 2, 3   key 1      value 1
 
-    query: RowMap(theirs, start=0, block=6, stride=12)
-    key:   RowMap(theirs, start=6, block=3, stride=12)
+    query: RowMap("wqkv", start=0, block=6, stride=12)
+    key:   RowMap("wqkv", start=6, block=3, stride=12)
 
 The rows of a head may have another order in our model: see `HeadOrder`.
 """
@@ -58,7 +58,7 @@ class RowSource:
     Attributes:
         rows: its rows in their tensor; all rows for a counter of steps.
         shape: the shape of our tensor; () for a counter.
-        theirs: their tensor.
+        theirs: the tensor in the checkpoint.
         heads: the order of rows in each head; None for our order.
     """
 

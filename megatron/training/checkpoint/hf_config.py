@@ -165,19 +165,19 @@ def expect_model_folder(folder: str | Path) -> None:
 
     got = shown(str(folder))
     if os.path.lexists(path) and not path.is_dir():
-        got += ", which is a file. Give the folder that it is in"
+        got += ", which is a file. Give its directory"
     elif path.is_dir():
         got += ", which has none"
         # The cache of the Hub's client has one directory per commit.
         snapshots = sorted(path.glob(f"snapshots/*/{CONFIG_FILE}"))
         if snapshots:
-            got += f". Give the folder inside it: {printable(str(snapshots[-1].parent))}"
+            got += f". Give its subdirectory {printable(str(snapshots[-1].parent))}"
     else:
         got += ", which does not exist"
         if _HUB_NAME.fullmatch(str(folder)):
             command = f"hf download {folder} --local-dir models/{path.name}"
             got += f". Models of the Hub are downloaded first: `{command}`"
-    raise ConfigError(f"Expected a local folder with {CONFIG_FILE}, got {got}.")
+    raise ConfigError(f"Expected a local directory with {CONFIG_FILE}, got {got}.")
 
 
 def has_tokenizer(folder: str | Path) -> bool:
@@ -271,7 +271,7 @@ def _take_vocabulary(values: dict[str, Any], folder: str, num_rows: int) -> list
 
 def _contradiction(field: Field, value: Any, given: Any, folder: str) -> str:
     file = Path(folder) / CONFIG_FILE
-    return f"{field.flag}: expected {shown(value)}, as {file} says, got {shown(given)}."
+    return f"{field.flag}: expected {shown(value)}, as in {file}, got {shown(given)}."
 
 
 # Comparison with a model
@@ -343,8 +343,8 @@ class FolderExtras(NamedTuple):
     """The contents of a directory of Hugging Face weights besides weights and config.json.
 
     Attributes:
-        tokenizer: one of our tokenizers, or an object with `save_pretrained(folder)`.
-        processor: an object with `save_pretrained(folder)`.
+        tokenizer: one of our tokenizers, or an object with `save_pretrained(directory)`.
+        processor: an object with `save_pretrained(directory)`.
         base_model_path: the directory of the model that training started from. Files that the save
             does not write are copied from it: configs, the code that they refer to, and the
             tokenizer's files if neither a tokenizer nor a processor is given. A given tokenizer's
@@ -552,7 +552,7 @@ def _check_tokenizer(tokenizer: Any) -> None:
             )
     elif not _can_save(tokenizer):
         raise CheckpointError(
-            "Expected a tokenizer of ours or one with save_pretrained, got "
+            "Expected a tokenizer of this project, or one with save_pretrained, got "
             f"{type(tokenizer).__name__}."
         )
 

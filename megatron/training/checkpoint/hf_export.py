@@ -94,7 +94,7 @@ def export_hf(
             empty or cannot be written, or a tokenizer that cannot be written.
     """
     if "://" in str(folder):
-        raise CheckpointError(f"Expected a local folder to export to, got {folder}.")
+        raise CheckpointError(f"Expected a local directory to export to, got {folder}.")
     # The directory that a link points to is replaced, not the link.
     target = Path(folder).resolve()
     extras = FolderExtras(tokenizer, base_model_path=base_model_path)

@@ -115,14 +115,15 @@ def _expect_nothing(folder: Path) -> None:
     if not os.path.lexists(folder):
         return
 
-    got = "a file" if folder.exists() else "a link to nothing"
+    got = "a file" if folder.exists() else "a dangling link"
     if folder.is_dir():
         inside = next(iter(sorted(folder.iterdir())), None)
         got = "an empty one that cannot be replaced"
         if inside is not None:
             got = f"one that holds {printable(inside.name)}"
     raise CheckpointError(
-        f"Expected an absent or empty folder at {folder}, got {got}. Weights are never overwritten."
+        f"Expected a missing or empty directory at {folder}, got {got}. Weights are never "
+        "overwritten."
     )
 
 
@@ -164,7 +165,7 @@ def check_files(folder: Path, layout: FolderLayout) -> None:
         if size != file.nbytes:
             raise CheckpointError(f"Expected {path} to have {file.nbytes} bytes, got {size}.")
         if header != file.header:
-            raise CheckpointError(f"Expected {path} to begin with its header, got other bytes.")
+            raise CheckpointError(f"Expected {path} to start with its header, got other bytes.")
 
 
 def expect_same_layout(layout: FolderLayout, fingerprint: str) -> None:
@@ -314,7 +315,7 @@ class WeightFiles:
             if differing := sorted(set(names) ^ set(names if wanted is None else wanted)):
                 different = printable(few(differing))
                 raise CheckpointDamagedError(
-                    f"Expected {folder / file} to have what {INDEX_FILE} says, got a difference in "
+                    f"Expected the tensors of {INDEX_FILE} in {folder / file}, got a difference in "
                     f"{different}."
                 )
             found |= dict.fromkeys(names, opened)
@@ -381,7 +382,9 @@ class WeightFiles:
 
 def _no_weights(folder: Path) -> CheckpointError:
     if not folder.exists():
-        return CheckpointNotFoundError(f"Expected {WEIGHTS_FILE} in {folder}, got no such folder.")
+        return CheckpointNotFoundError(
+            f"Expected {WEIGHTS_FILE} in {folder}, got no such directory."
+        )
     pickles = sorted(path.name for path in folder.glob("pytorch_model*.bin"))
     if not pickles:
         return CheckpointError(f"Expected {WEIGHTS_FILE} or {INDEX_FILE} in {folder}, got neither.")
@@ -405,7 +408,9 @@ def _read_index(path: Path) -> dict[str, list[str] | None]:
         is_name = isinstance(file, str) and file not in ("", "..") and Path(file).name == file
         if not is_name or not file.isprintable():
             got = f"{shown(file)} for {printable(name, _SHOWN)}"
-            raise CheckpointDamagedError(f"Expected names of files beside it in {path}, got {got}.")
+            raise CheckpointDamagedError(
+                f"Expected names of files in its directory in {path}, got {got}."
+            )
         names.setdefault(file, []).append(name)
 
     return {file: names[file] for file in sorted(names)}

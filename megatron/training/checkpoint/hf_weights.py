@@ -139,7 +139,7 @@ def save_hf(
             safetensors lacks.
     """
     if "://" in str(folder):
-        raise ValueError(f"Expected a folder of a file system, got {folder}.")
+        raise ValueError(f"Expected a directory of a file system, got {folder}.")
     if max_shard_bytes < 1:
         raise ValueError(f"Expected shards of at least one byte, got {max_shard_bytes}.")
     check_dtype(dtype)

@@ -191,7 +191,7 @@ def _unless_held_before(config: CheckpointConfig, store: Store, name: str) -> Ch
 
 def _log_loaded(path: str, info: RecoverInfo | None, state: RunState) -> None:
     logger.info(
-        "loaded %s %s; this run begins after iteration %d and %d samples",
+        "loaded %s %s; this run starts after iteration %d and %d samples",
         "the weights of" if info is None else "checkpoint",
         path,
         state.step_info.iteration,
@@ -249,7 +249,8 @@ def _wanted(config: CheckpointConfig, load: str) -> list[Any]:
     named = named_checkpoint(load)
     if named is not None:
         root, name = named
-        expect(config.ckpt_step is None, "--ckpt-step", "a folder of checkpoints as --load", load)
+        several = "a directory of checkpoints as --load"
+        expect(config.ckpt_step is None, "--ckpt-step", several, load)
         return [root, [name]]
 
     store = open_store(load)
@@ -429,7 +430,7 @@ class _Load:
 def _local_path(store: Store, name: str) -> str:
     if not store.is_rename_atomic:
         raise CheckpointError(
-            f"Expected {TORCH_DCP} checkpoints in a folder of a file system, got {store.root}."
+            f"Expected {TORCH_DCP} checkpoints in a directory of a file system, got {store.root}."
         )
     return path_of(store, name)
 

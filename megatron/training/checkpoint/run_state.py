@@ -146,14 +146,12 @@ def save_once(
     """
     root, name = split_path(path)
     if iteration_of(name) is not None:
-        raise ValueError(
-            f"Expected another name than those of a run's own checkpoints, got {path!r}."
-        )
+        raise ValueError(f"Expected a name other than iter_N, which runs write, got {path!r}.")
 
     store = open_store(root)
     if ckpt_format != FSDP_DTENSOR and not store.is_rename_atomic:
         raise ValueError(
-            f"Expected a folder of a file system for {ckpt_format} checkpoints, got {path!r}."
+            f"Expected a directory of a file system for {ckpt_format} checkpoints, got {path!r}."
         )
 
     def prepare() -> str:
@@ -161,7 +159,8 @@ def save_once(
             remove_empty_folder(Path(store.root) / name)
         if store.exists(name):
             raise CheckpointError(
-                f"Expected nothing at {path} yet, got files. Checkpoints are never overwritten."
+                f"Expected {path} to be missing or empty, got files. Checkpoints are never "
+                "overwritten."
             )
         for abandoned in store.folders():
             if re.fullmatch(rf"{re.escape(name)}\.[0-9a-f]+\.saving", abandoned):
@@ -189,7 +188,7 @@ def split_path(path: str) -> tuple[str, str]:
     """(the directory that contains a checkpoint, its name). ValueError for a path without both."""
     root, _, name = str(path).rstrip("/").rpartition("/")
     if not name or name in (".", "..") or root.endswith(":/"):
-        raise ValueError(f"Expected the path of a checkpoint's folder, got {path!r}.")
+        raise ValueError(f"Expected the path of a checkpoint's directory, got {path!r}.")
     return root or ("/" if str(path).startswith("/") else "."), name
 
 
@@ -203,7 +202,7 @@ def make_save_folder(root: str) -> None:
                 pass
         except OSError as failure:
             raise ConfigError(
-                f"--save: expected a folder that can be written, got {root} ({reason_of(failure)})."
+                f"--save: expected a writable directory, got {root} ({reason_of(failure)})."
             ) from None
 
 
@@ -233,9 +232,9 @@ def check_save_folder(
         intact = [it for it in newer if checkpoint_path(root, it) not in damaged]
         if intact:
             raise ConfigError(
-                f"--save: expected a folder without checkpoints beyond iteration {start_iteration},"
-                f" where this run starts, got {intact} in {root}. Load the newest with --load, or "
-                "save elsewhere."
+                "--save: expected a directory without checkpoints beyond iteration "
+                f"{start_iteration}, where this run starts, got {intact} in {root}. Load the "
+                "newest with --load, or save elsewhere."
             )
 
         if newer:

@@ -221,7 +221,7 @@ class Saver:
     def skip(self, iteration: int) -> None:
         """Skips a due save, because the previous one is in flight."""
         self._last_save = self._clock()
-        reason = "the save before is still under way"
+        reason = "the previous save is still in flight"
         logger.warning("iteration %d is not saved: %s", iteration, reason)
         self._on_rank_0(EventKind.SAVE_SKIPPED, iteration=iteration, reason=reason)
 

@@ -109,12 +109,12 @@ class Silence(enum.Enum):
 
     GONE = ("was killed or has crashed", "were killed or have crashed")
     STOPPED = (
-        "does not answer, since its process is stopped (SIGSTOP, or a debugger)",
-        "do not answer, since their processes are stopped (SIGSTOP, or a debugger)",
+        "does not respond, since its process is stopped (SIGSTOP, or a debugger)",
+        "do not respond, since their processes are stopped (SIGSTOP, or a debugger)",
     )
     SILENT = (
-        "does not answer: it hangs, or its machine or the network is down",
-        "do not answer: they hang, or their machine or the network is down",
+        "does not respond: it hangs, or its machine or the network is down",
+        "do not respond: they hang, or their machine or the network is down",
     )
 
 
@@ -256,7 +256,7 @@ def find_cause(
         is_slow_save = not hangs and not lost and any(record.is_excused for record in answered)
         return None if is_slow_save else _hang(answered, speaker)
     if lost:
-        besides = "the ranks' store has been lost too" if is_alone else "though all ranks answer"
+        besides = "the ranks' store has been lost too" if is_alone else "though all ranks respond"
         text = f"the connection of {lost[0].name} to another rank failed {lost[0].when}, {besides}"
         text += f": {lost[0].failed_collective}"
         return _verdict(ExitCode.LOST_RANK, lost, text, speaker)

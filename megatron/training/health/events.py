@@ -2,7 +2,7 @@
 
 docs/recovery.md lists the events and their fields. All ranks append to one file, and a restarted
 run continues it. Readers ignore unknown fields and damaged lines; lines may be missing. A restarted
-run reads the file as well, for what its earlier starts found (`EarlierFindings`).
+run also reads the findings of its earlier starts from it (`EarlierFindings`).
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class EventLog:
             self._lines.touch()
         except OSError as error:
             raise ConfigError(
-                f"--events-dir: expected a folder that can be written, got "
+                f"--events-dir: expected a writable directory, got "
                 f"{self._lines.path.parent} ({reason_of(error)})."
             ) from None
 

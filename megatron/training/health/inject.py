@@ -259,7 +259,7 @@ def hang_for_ever() -> NoReturn:
 def check_paths(config: InjectConfig, paths: Sequence[str]) -> None:
     """ConfigError if faults are to be injected and one of the paths looks like production."""
     words = ", ".join(sorted(_PRODUCTION))
-    expected = f"local paths without {words} among the words of their folders"
+    expected = f"local paths without {words} as a word of a directory's name"
     for path in paths if config.inject else ():
         expect(not looks_like_production(path), _FLAG, expected, path)
 

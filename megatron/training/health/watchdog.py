@@ -450,7 +450,7 @@ class Watchdog:
         return Record(self._launch.rank, host, pid, mark.phase, mark.iteration)
 
     def _announce(self, verdict: Verdict) -> None:
-        """Writes the cause to the log and the event log, on the rank that speaks."""
+        """Writes the cause to the log and the event log, on rank `verdict.speaker`."""
         if verdict.speaker != self._launch.rank:
             return
 

@@ -192,10 +192,10 @@ def test_folders_that_the_compiler_cannot_name_are_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/nowhere/a b")
-    with pytest.raises(ConfigError, match=r"expected TORCHINDUCTOR_CACHE_DIR .* without blanks"):
+    with pytest.raises(ConfigError, match=r"TORCHINDUCTOR_CACHE_DIR is '/nowhere/a b'"):
         compile_layers(build())
     monkeypatch.setattr(tempfile, "tempdir", "/nowhere/a b")
-    with pytest.raises(ConfigError, match=r"expected TMPDIR .* without blanks"):
+    with pytest.raises(ConfigError, match=r"TMPDIR is '/nowhere/a b'"):
         compile_layers(build())
 
 

@@ -126,7 +126,7 @@ def _socket(path: Path) -> None:
     [
         (_fifo, "a FIFO"),
         (_socket, "a socket"),
-        (Path.mkdir, "a folder"),
+        (Path.mkdir, "a directory"),
         (lambda path: path.symlink_to("/dev/zero"), "a device"),
     ],
 )

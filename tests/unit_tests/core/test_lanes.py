@@ -252,5 +252,5 @@ def test_a_program_that_ends_with_work_on_a_lane_lets_it_end_and_is_not_killed_b
     # at once.
     assert results["stuck"][1] < 40, "a program does not wait for ever"
     assert results["failed"][1] < 40, "nor one that fails at all: its peers may wait for it"
-    assert run.stderr.count("The program ended while work was under way on 1 lane (the lane") == 1
+    assert run.stderr.count("The program ended with pending work on 1 lane (the lane") == 1
     assert "ValueError: the program's own" in run.stderr

@@ -223,7 +223,7 @@ def test_errors_are_one_line(project, elsewhere, capsys):
     (elsewhere / "full").mkdir()
     (elsewhere / "full" / "mine").touch()
     line = refused(capsys, "export", run, "full")
-    assert line.startswith("checkpoint: Expected an absent or empty folder at ")
+    assert line.startswith("checkpoint: Expected a missing or empty directory at ")
     assert "got one that holds mine. Weights are never overwritten." in line
     assert "Expected a checkpoint in none, got none" in refused(capsys, "export", "none", "gpt")
 

@@ -102,7 +102,11 @@ def test_a_disk_that_is_full_at_the_end_leaves_earlier_files_alone(tmp_path, mon
         (lambda folder: [path.unlink() for path in folder.iterdir()], "corpus", "got none in"),
         (lambda folder: folder.rename(folder.with_name("gone")), "corpus", "existing directory"),
         (lambda folder: write_chats(folder / "c", [[0, 1]]), "corpus", "no mask for .*a_text_doc"),
-        (lambda folder: write(folder / "c_chat_document", [[1]]), "corpus", "its answers.*--chat"),
+        (
+            lambda folder: write(folder / "c_chat_document", [[1]]),
+            "corpus",
+            "its loss mask.*--chat",
+        ),
         (
             lambda folder: write(folder / "c_mask", [[1]], np.uint8),
             "corpus",

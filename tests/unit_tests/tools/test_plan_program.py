@@ -1,4 +1,4 @@
-"""`plan`: what a run takes, what fits, and what is refused."""
+"""`plan`: a run's memory and time, the settings that fit, and rejected requests."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ RATES = ["--flops", "1TFLOP/s", "--link", "50GB/s", "--host-bandwidth", "100GB/s
 
 @pytest.fixture
 def folder(tmp_path):
-    """A folder of the transformers library, without weights and tokenizer."""
+    """A directory of the transformers library, without weights and tokenizer."""
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
     return str(tmp_path)
 
@@ -337,7 +337,7 @@ def test_a_host_that_is_the_device_holds_both():
         answer(RUN, Limits(host=both // 2), None)
 
 
-# What is refused.
+# Rejected requests.
 
 
 def test_a_run_that_cannot_fit_is_an_error_with_the_sum(folder, capsys):
@@ -444,5 +444,7 @@ def test_the_program_measures_this_machine(tmp_path):
     parts = found["step"]["parts"]
     assert parts["compute"] > 0
     assert parts["interconnect"] > 0, "two ranks on one machine"
-    assert found["largest_fraction_that_is_hidden"] == 0, "nothing hides on the host's own cores"
+    assert found["largest_fraction_that_is_hidden"] == 0, (
+        "a CPU run has no cores to spare for the pass"
+    )
     assert [path.name for path in tmp_path.iterdir()] == ["run.yaml"]

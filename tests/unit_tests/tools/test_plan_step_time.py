@@ -1,4 +1,4 @@
-"""The time of a step, from what it computes and moves."""
+"""The time of a step, from its computation and its transfers."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def exposed(found: StepTime) -> tuple[float, float]:
 
 @pytest.mark.parametrize("num_groups", [1, 4, 100])
 def test_each_group_of_the_first_forward_waits_for_the_hosts_pass_over_it(num_groups):
-    # A forward takes a second, and there are four of them. The first group hides behind nothing.
+    # A forward takes a second, and there are four of them. The first group is not hidden.
     one = 1 / num_groups
     assert exposed(step_time(work(num_groups, host_pass=50.0), MACHINE)) == (round(one, 6), 0.0)
     long = work(num_groups, host_pass=150.0)
@@ -117,8 +117,8 @@ def test_passes_and_copies_share_the_hosts_memory():
 
 
 def test_early_updates_use_the_last_backward_and_leave_less_for_the_forward():
-    # A pass of 4 s: half of it in the last backward. Then the last half of the forward waits for
-    # nothing.
+    # A pass of 4 s: half of it in the last backward. Then the last half of the forward does not
+    # wait.
     plain = work(100, host_pass=200.0)
     late = step_time(plain, MACHINE)
     half = [replace(g, early_pass=g.host_pass) for g in plain.groups[50:]]
@@ -126,7 +126,7 @@ def test_early_updates_use_the_last_backward_and_leave_less_for_the_forward():
     close = partial(pytest.approx, abs=0.1)
     assert (exposed(late)[0], exposed(early)[0]) == (close(3.0), close(1.5))
     costly = step_time(work(100, host_pass=200.0, early_pass=400.0), MACHINE)
-    assert exposed(costly)[0] == close(2.25), "those that have not begun are dropped"
+    assert exposed(costly)[0] == close(2.25), "updates that have not started are dropped"
     after_norm = replace(plain, overlap=Overlap.FORWARD)
     groups = tuple(replace(g, early_pass=g.host_pass) for g in plain.groups)
     assert exposed(step_time(replace(after_norm, groups=groups), MACHINE)) == exposed(late)
@@ -185,7 +185,7 @@ def test_gradients_that_are_not_fetched_in_backward_go_down_before_the_pass():
         step_time(replace(few, overlap=overlap), MACHINE).seconds
         for overlap in (Overlap.ALL, Overlap.FORWARD)
     )
-    # The first five of ten seconds begin after half of the last backward.
+    # The first five of ten seconds start after half of the last backward.
     assert (in_backward, in_step) == (12.0 + 9.1, 12.0 + 10.0)
 
 
@@ -205,12 +205,12 @@ def test_collectives_are_counted_if_the_interconnect_is_known():
 
     each = {"gathered_forward": 0.3, "gathered_backward": 0.3, "reduced": 0.3}
     assert others(MACHINE, **each) == 0.0
-    # Three seconds beside a forward of one, six beside a backward of two, four times.
+    # Three seconds during a forward of one, six during a backward of two, four times.
     assert others(known, **each) == pytest.approx(24.0, abs=0.2)
     once = others(known, gathered_once=0.3, reduced_once=0.5)
     assert once == pytest.approx(2.0 + 3.0, abs=0.1)
-    assert others(known, exchanged=5.0) == pytest.approx(2.0), "nothing hides the way of tokens"
-    # Two seconds beside a forward of one, four beside a backward of two, and a half, four times.
+    assert others(known, exchanged=5.0) == pytest.approx(2.0), "exchanges of tokens are exposed"
+    # Two seconds during a forward of one, four during a backward of two, and a half, four times.
     small = {"gathered_forward": 1e-9, "gathered_backward": 1e-9, "reduced": 1e-9}
     slow = replace(known, collective_seconds=0.02)
     assert others(slow, **small, exchanges=25) == pytest.approx(4 * (1 + 2 + 0.5), abs=0.1)
@@ -219,7 +219,7 @@ def test_collectives_are_counted_if_the_interconnect_is_known():
 def test_weights_are_gathered_once_they_have_gone_up():
     known = replace(MACHINE, interconnect_bytes=10.0)
     found = step_time(work(host_pass=50.0, up=10.0, gathered_forward=20.0), known)
-    # In the first microbatch a second of the host, one of the link, and two that nothing hides.
+    # The first microbatch exposes a second of the host, one of the link, and two of gathers.
     assert found.parts["host pass"] == found.parts["link"] == pytest.approx(1.0)
     assert found.parts["interconnect"] == pytest.approx(2.0 + 3 * 1.0)
 
@@ -281,7 +281,7 @@ def test_no_step_is_shorter_than_the_work_of_each_resource(work, machine):
 @settings(max_examples=40, deadline=None)
 @given(WORKS, MACHINES, st.sampled_from(["flops", "host_bytes", "link_bytes", "device_bytes"]))
 def test_a_faster_machine_is_never_slower_where_passes_do_not_share(work, machine, name):
-    # Early updates may begin at another time, and be dropped or not.
+    # Early updates may start at another time, and be dropped or not.
     groups = tuple(replace(one, early_pass=0.0, states=one.host_pass) for one in work.groups)
     alone = replace(work, groups=groups, update_on_device=round(work.update_on_device))
     slow = replace(machine, memory_bytes=None)
@@ -336,11 +336,6 @@ def test_what_the_gpu_page_expects_is_what_the_planner_computes():
     assert f"{plan.numel / 1e9:.2f} billion elements" in page
     assert f"{plan.tokens_per_step:,}" in page
     assert f"{flops_of_microbatch(plan) * plan.num_microbatches / 1e15:.2f} PFLOP" in page
-
-
-def test_measured_seconds_take_the_place_of_operations():
-    found = step_time(work(host_pass=150.0), MACHINE, compute=24.0)
-    assert (found.parts["compute"], found.parts["host pass"]) == (24.0, 3.0)
 
 
 MIXERS = {

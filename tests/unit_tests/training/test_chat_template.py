@@ -216,7 +216,7 @@ def test_what_a_template_cannot_or_must_not_do_is_one_error(source: str, told: s
         (
             "{% macro say(m) %}a{% generation %}{{ m.content }}{% endgeneration %}{% endmacro %}"
             "{% for m in messages %}{{ m.role + say(m) }}{% endfor %}",
-            r"marks answers where it writes them",
+            r"not in a macro",
         ),
     ],
     ids=[

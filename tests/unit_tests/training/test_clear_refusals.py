@@ -72,10 +72,10 @@ def test_every_timeout_has_a_bound_that_clocks_can_hold():
             "s3://bucket/run",
             "expected the package that fsspec needs for s3://bucket/run, got none (",
         ),
-        ("nosuch://bucket/run", "expected a protocol that fsspec knows, got nosuch://bucket/run."),
+        ("nosuch://bucket/run", "expected a protocol of fsspec, got nosuch://bucket/run."),
         (
             "simplecache::nosuch://run",
-            "expected a protocol that fsspec knows, got simplecache::nosuch://run.",
+            "expected a protocol of fsspec, got simplecache::nosuch://run.",
         ),
     ],
 )
@@ -97,14 +97,14 @@ def test_a_url_that_fsspec_cannot_open_is_refused_before_the_run(monkeypatch, ur
 @pytest.mark.parametrize(
     ("flag", "expected"),
     [
-        ("--tensorboard-dir", "a folder that can be written"),
-        ("--events-dir", "a folder that can be written"),
+        ("--tensorboard-dir", "a writable directory"),
+        ("--events-dir", "a writable directory"),
         ("--metrics-jsonl", "a file that can be written"),
-        ("--save", "a folder that can be written"),
+        ("--save", "a writable directory"),
     ],
 )
 def test_a_place_that_cannot_be_written_ends_the_run_at_its_start(tmp_path, flag, expected):
-    """Not even root can make a directory behind a file, behind a link to nothing, or with a name
+    """Not even root can make a directory below a file, below a dangling link, or with a name
     that is too long.
     """
     (tmp_path / "file").touch()
@@ -153,7 +153,7 @@ def test_microbatches_that_are_no_dicts_of_tensors_are_refused():
             with pytest.raises(TypeError, match=f"each a dict of tensors, got {got}\\."):
                 run(microbatches, lambda model, batch: model(batch["x"]).mean())
 
-    # Nothing has been left half done.
+    # The engine is still usable.
     engine.train_batch([{"x": tensor}], lambda model, batch: model(batch["x"]).mean())
     assert engine.step_info().iteration == 1
 

@@ -488,7 +488,9 @@ def _refusals(name: str, folder: str) -> dict[str, str]:
 def test_what_cannot_be_done_is_one_error_on_all_ranks_and_changes_nothing(tmp_path, name):
     for found in run_ranks(2, _refusals, name, str(tmp_path)):
         assert "changed" not in " ".join(found.values())
-        assert found["saved twice"].startswith(f"Expected nothing at {tmp_path}/saved yet, got")
+        assert found["saved twice"].startswith(
+            f"Expected {tmp_path}/saved to be missing or empty, got"
+        )
         assert "weights" in found["weights alone"]
         assert "__1_0.distcp" in found["half a file"]
         assert found["no batches"] == "Expected at least 1 microbatches, got 0."
@@ -497,11 +499,11 @@ def test_what_cannot_be_done_is_one_error_on_all_ranks_and_changes_nothing(tmp_p
             == "Expected num_microbatches with an iterator of microbatches, got none."
         )
         assert found["a run's name"].startswith(
-            "Expected another name than those of a run's own checkpoints, got "
+            "Expected a name other than iter_N, which runs write, got "
         )
         assert (
             found["nothing there"]
-            == f"Expected a checkpoint in {tmp_path}/saved, got no such folder."
+            == f"Expected a checkpoint in {tmp_path}/saved, got no such directory."
         )
         assert found["twice"] == "Expected initialize to be called once, got a second model."
     assert not list(Path(tmp_path).glob("*.saving"))
@@ -566,7 +568,7 @@ def test_what_meta_cannot_mean_is_refused():
     with pytest.raises(ValueError, match=r"Expected a floating-point dtype .* got torch\.int8"):
         SaveLoadMeta("there", "hf", hf_dtype=torch.int8)
     for path in ("", "/", "runs/..", ".", "s3://bucket"):
-        with pytest.raises(ValueError, match="Expected the path of a checkpoint's folder"):
+        with pytest.raises(ValueError, match="Expected the path of a checkpoint's directory"):
             split_path(path)
     assert split_path("a") == (".", "a")
     assert split_path("/a/") == ("/", "a")

@@ -82,12 +82,12 @@ def test_an_empty_folder_that_exists_is_saved_into(
         full = SaveLoadMeta(f"{tmp_path}/full", weight_format)
         on_first(Path(full.path).mkdir)
         on_first((Path(full.path) / "notes.txt").touch)
-        message = "Expected nothing|an absent or empty folder at .*full, got one that holds notes"
+        message = "missing or empty.*, got (files|one that holds notes)"
         with pytest.raises(CheckpointError, match=message):
             made.save(full)
         on_first(lambda: Path(f"{tmp_path}/link").symlink_to(tmp_path / "nowhere"))
         if weight_format == "hf":
-            with pytest.raises(CheckpointError, match="link, got a link to nothing"):
+            with pytest.raises(CheckpointError, match="link, got a dangling link"):
                 made.save(SaveLoadMeta(f"{tmp_path}/link", weight_format))
         dist.barrier()
         assert names(full.path) == ["notes.txt"]

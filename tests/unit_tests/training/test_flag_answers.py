@@ -90,7 +90,7 @@ def test_everything_that_is_wrong_is_in_one_error():
         "linear layers in the decoder.",
         "--bf16: expected no value, got 'yes'.",
         "--clip-grad: expected a number >= 0, got -1.0.",
-        "--save: expected a folder, since --save-interval is given, got None.",
+        "--save: expected a directory, since --save-interval is given, got None.",
     )
 
 

@@ -73,7 +73,7 @@ def test_there_must_be_a_place_and_a_training():
         config_of("--profile-lanes", "20:23", "--events-dir", "events", "--skip-train")
     with pytest.raises(ConfigError, match="since --profile-lanes-dir is given"):
         config_of("--profile-lanes-dir", "timelines")
-    with pytest.raises(ConfigError, match="--profile-lanes-dir: expected a folder of the file"):
+    with pytest.raises(ConfigError, match="--profile-lanes-dir: expected a directory of the file"):
         config_of("--profile-lanes", "20:23", "--profile-lanes-dir", "s3://bucket")
 
 
@@ -187,7 +187,7 @@ def test_a_range_beyond_the_end_of_the_run_is_told_when_it_begins(
 
 def test_a_folder_that_cannot_be_made_is_refused_when_the_run_begins(tmp_path: Path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match="--profile-lanes: expected a folder that can be made"):
+    with pytest.raises(ConfigError, match="--profile-lanes: expected a writable directory"):
         profile_of(tmp_path / "file" / "timelines").prepare(0, 30)
 
 
@@ -199,5 +199,5 @@ def test_training_goes_on_if_the_file_cannot_be_written(
     (tmp_path / "iterations_20-22").write_text("in the way")
     for number in range(20, 25):
         profile.begin(number)
-    assert "Training goes on." in caplog.text
+    assert "Training continues." in caplog.text
     assert files(tmp_path) == ["iterations_20-22"]

@@ -268,7 +268,7 @@ def test_events_go_to_a_folder_of_the_file_system():
     assert LoggingConfig(events_dir="runs/events").events_dir == "runs/events"
     with pytest.raises(
         ConfigError,
-        match=r"--events-dir: expected a folder of the file system, got 's3://bucket/run'",
+        match=r"--events-dir: expected a directory of the file system, got 's3://bucket/run'",
     ):
         LoggingConfig(events_dir="s3://bucket/run")
 

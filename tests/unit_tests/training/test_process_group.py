@@ -211,7 +211,8 @@ def test_ranks_that_do_not_come_are_named():
     store = dist.HashStore()
     _start(store, 3)
     with pytest.raises(
-        RuntimeError, match=r"Expected all 3 ranks, got none of rank 1, rank 2, within the timeout"
+        RuntimeError,
+        match=r"Expected all 3 ranks, got no response from rank 1, rank 2, within the timeout",
     ):
         agree_on_start(store, 0, 3, timedelta(seconds=0.3))
 

@@ -62,7 +62,7 @@ def test_a_step_that_would_train_nothing_is_refused_before_it_begins():
     assert len(found) == info.iteration == STEPS, "as many as the run was to have"
     assert error == (
         "Expected at most 3 steps, after which the learning rate stays at 0, got step 4, which "
-        "would train nothing. Raise train_iters (3) or lr_decay_iters, or set min_lr, or "
+        "would change no weight. Raise train_iters (3) or lr_decay_iters, or set min_lr, or "
         "lr_decay_style='constant'."
     )
 

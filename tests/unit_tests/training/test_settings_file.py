@@ -129,7 +129,7 @@ def test_a_hundred_doublings_of_aliases_are_refused_at_once(tmp_path: Path) -> N
         read_yaml(write(tmp_path, f"data-path: [&b0 [x], {pairs}]\n"))
 
 
-@pytest.mark.parametrize("kind", ["a FIFO", "a folder", "a device"])
+@pytest.mark.parametrize("kind", ["a FIFO", "a directory", "a device"])
 def test_only_regular_files_are_opened(tmp_path: Path, kind: str) -> None:
     path = tmp_path / "run.yaml"
     SPECIAL_FILES[kind](path)

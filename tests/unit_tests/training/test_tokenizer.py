@@ -453,7 +453,7 @@ def test_json_of_any_depth_and_length_is_one_line(tmp_path: Path, name: str, con
 
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
-@pytest.mark.parametrize("kind", ["a FIFO", "a folder", "a device", "a terabyte"])
+@pytest.mark.parametrize("kind", ["a FIFO", "a directory", "a device", "a terabyte"])
 def test_only_regular_files_of_bounded_size_are_opened(
     tmp_path: Path, name: str, kind: str
 ) -> None:

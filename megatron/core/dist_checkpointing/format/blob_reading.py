@@ -163,7 +163,7 @@ class _ArchiveReader:
         for entry in entries:
             name = entry.filename.removeprefix(folder).lower()
             if not entry.filename.startswith(folder) or name in self._records:
-                fail("each record once, in one folder", shown(entry.filename), self._source)
+                fail("each record once, in one directory", shown(entry.filename), self._source)
             self._records[name] = self._record(entry)
             if checks_crc or not name.startswith("data/"):
                 self._check_crc(entry, name)

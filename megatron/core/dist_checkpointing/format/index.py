@@ -361,7 +361,7 @@ def _writer(values: object, marker: Marker | None, source: str) -> tuple[str, in
     assert isinstance(values, list), "as just checked"
     file, rank = values
     may_hold_chunks = writer_of(file) >= 0 or FURTHER_FILE.fullmatch(file) is not None
-    expect(may_hold_chunks, "a file with chunks in the folder", file, source)
+    expect(may_hold_chunks, "a file with chunks in the directory", file, source)
     if marker is not None:
         entry = marker.files.get(file)
         is_known = entry is not None and entry.digest is None and rank < marker.world_size
@@ -532,8 +532,8 @@ class _DataFiles:
 
 
 def _frame(dtype: torch.dtype, sizes: tuple[int, ...]) -> tuple[int, int]:
-    """The bytes of a blob before its data, with those that aligning the data may skip, and from
-    there on.
+    """(bytes of a blob before its data, including the most padding that alignment adds; bytes from
+    the start of its data on).
     """
     before, _, nbytes = blob_layout(dtype, sizes)
     return before + DATA_ALIGNMENT - 1, nbytes - before

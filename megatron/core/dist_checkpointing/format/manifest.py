@@ -286,7 +286,7 @@ class Marker:
         further = sorted(files.keys() - set(files_of(world_size)))
         for name in further:
             is_safe = FURTHER_FILE.fullmatch(name) is not None
-            expect(is_safe, "further files in folders of their own", name, source)
+            expect(is_safe, "further files in subdirectories", name, source)
 
         # The bytes of data files are covered by manifests.
         data_files = set(map(data_file, range(world_size)))

@@ -243,7 +243,7 @@ class _Composer:
         return code
 
     def _size_of(self, sizes: tuple[int, ...]) -> bytes:
-        # Most sizes and offsets are those of other chunks.
+        # Most sizes and offsets occur in several chunks.
         code = self._sizes.get(sizes)
         if code is None:
             integers = b"".join([pickle.MARK, *map(_code_of_int, sizes), pickle.TUPLE])
@@ -370,8 +370,7 @@ class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> object:
         if (module, name) not in _ADMITTED:
             raise CheckpointError(
-                f"Expected nothing but the classes of DCP's metadata in {self._source}, got "
-                f"{module}.{name}."
+                f"Expected only the classes of DCP metadata in {self._source}, got {module}.{name}."
             )
         return _ADMITTED[module, name]
 
@@ -425,7 +424,7 @@ class _RecordReader:
         # DCP pickles these as a tuple.
         state = record.state if type(record) is _RECORDS[dcp.TensorProperties] else None
         if type(state) is not tuple or not state or type(state[0]) is not torch.dtype:
-            fail(f"properties of {key} that begin with its dtype", shown(state), self._source)
+            fail(f"properties of {key} with its dtype first", shown(state), self._source)
         dtype: torch.dtype = state[0]
         return dtype
 
@@ -465,7 +464,7 @@ class _RecordReader:
         return tuple(found)
 
     def _fields(self, record: Any, kind: type, *needed: str) -> dict[str, Any]:
-        """The fields of a record, after checking that it is a `kind` with those that are needed."""
+        """The fields of a record, after checking that it is a `kind` and has the needed fields."""
         if type(record) is not _RECORDS[kind]:
             fail(f"a {kind.__name__}", f"a {type(record).__name__}", self._source)
 

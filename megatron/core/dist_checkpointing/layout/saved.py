@@ -10,7 +10,7 @@ tile the tensors.
 Plain data is a tensor of bytes: the blob that `torch.save` makes of it, without a frame around it.
 
 [Note: coverage] The corners of boxes prove that they tile a tensor exactly, in one pass for any
-number of dimensions. In one dimension, write +1 at the begin of each box and -1 at its end: the sum
+number of dimensions. In one dimension, write +1 at the start of each box and -1 at its end: the sum
 from the left up to an element is the number of boxes that contain it. A box in d dimensions has 2^d
 corners, alternately +1 and -1. Corners of neighbours cancel. Exactly the corners of the tensor are
 left if and only if each element is in one chunk:
@@ -19,7 +19,7 @@ left if and only if each element is in one chunk:
     +1     -1
            +1    -1
                  +1      -1
-    -1                   +1          the tensor's own corners, subtracted: nothing is left
+    -1                   +1          the tensor's own corners, subtracted: all are zero
 
 The first corner that is left, in the order of rows, is an element that is not in one chunk. Its sum
 plus 1 is the number of chunks that contain it.

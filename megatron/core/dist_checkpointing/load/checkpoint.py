@@ -90,7 +90,7 @@ class PublishedCheckpoint:
             verify: whether to compare data with its digests as it is read. Everything else is
                 verified in any case.
             rank, world_size: among ranks that open it together and share their errors. They divide
-                the sizes of files among them: a thousand ranks would ask for millions.
+                the queries of file sizes: a thousand ranks would otherwise make millions.
 
         Raises:
             CheckpointDamagedError: if it is not whole: a file is missing or has another size, the
@@ -208,7 +208,7 @@ class PublishedCheckpoint:
     def _kind(self, key: str) -> str:
         if key in self.index.tensors:
             return "a tensor"
-        return "plain data" if key in self.index.plain else "nothing of that name"
+        return "plain data" if key in self.index.plain else "no such key"
 
     def _open_chunk(self, tensor: SavedTensor, chunk: SavedChunk) -> ChunkData:
         digests = self._digests_of(chunk) if self._verify else None
@@ -264,7 +264,7 @@ class ChunkData:
         self._edge = (-1, memoryview(b""))
 
     def read(self, begin: int, into: memoryview) -> None:
-        """Reads the bytes of the data from `begin` on, as many as `into` holds.
+        """Fills `into` with the bytes of the data at offset `begin`.
 
         Raises:
             CheckpointDamagedError: for other bytes than were written; `into` may have been filled.

@@ -292,9 +292,8 @@ def _fused_counters(
             other = _read_counter(checkpoint, entry)
             if not torch.equal(other, counter):
                 raise CheckpointError(
-                    f"Expected {entry.key} to be {counter.tolist()} in {checkpoint.path}, as "
-                    f"{first.key} is, whose weight is fused with its own here, got "
-                    f"{other.tolist()}."
+                    f"Expected {entry.key} to be {counter.tolist()} in {checkpoint.path} like "
+                    f"{first.key}, since this model fuses their weights, got {other.tolist()}."
                 )
     return found
 

@@ -180,8 +180,8 @@ class BufferPool:
         """Lends the buffers until `take_back`. RuntimeError if they are lent already."""
         if not self._is_lent.acquire(blocking=False):
             raise RuntimeError(
-                "Expected buffers that are free, got those of a data file that is still being "
-                "written."
+                "Expected free buffers, got buffers that are in use by a data file that is still "
+                "being written."
             )
         return list(self._buffers)
 

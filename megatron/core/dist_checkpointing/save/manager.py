@@ -218,8 +218,8 @@ class CheckpointManager:
         """
         if contents.export is not None and not self.store.is_rename_atomic:
             raise ValueError(
-                f"Expected a folder of a file system for {few(list(contents.export.files))}, which "
-                f"all ranks write at offsets of their own, got {self.store.root}."
+                f"Expected a directory of a file system for {few(list(contents.export.files))}, "
+                f"which ranks write at offsets within one file, got {self.store.root}."
             )
         start = time.perf_counter()
         earlier = self._settle()
@@ -255,7 +255,7 @@ class CheckpointManager:
         end = partial(self._end, save, writer, contents, content)
         save.done = self._lane.enqueue(self._timeline.timed(CHECKPOINT, "publish", end))
         milliseconds = 1e3 * (time.perf_counter() - start)
-        logger.debug("checkpoint %s: %.1f ms until training went on", final, milliseconds)
+        logger.debug("checkpoint %s: %.1f ms until training continued", final, milliseconds)
         if earlier is not None:
             raise earlier
 
@@ -406,7 +406,7 @@ def _sweep(store: Store) -> str:
     except Exception as error:  # remote stores raise other errors, too
         got = f"{type(error).__name__}: {error}"
         raise CheckpointError(
-            f"Expected a folder of checkpoints at {store.root}, got {got}."
+            f"Expected a directory of checkpoints at {store.root}, got {got}."
         ) from error
 
     if swept:

@@ -209,7 +209,7 @@ def _await_manifests(draft: Draft, timeout_seconds: float) -> dict[int, tuple[by
     def describe() -> str:
         folder = path_of(draft.store, draft.name)
         late = few([str(rank) for rank in sorted(missing)])
-        return f"a manifest of every rank in {folder}, got none of rank {late}"
+        return f"a manifest of every rank in {folder}, got no manifest of rank {late}"
 
     _poll(draft, look, timeout_seconds, describe)
     return found

@@ -148,7 +148,7 @@ def read_reason(draft: Draft, file: str) -> str | None:
             # Where drafts have no separate names, an earlier save may have left the file.
             if not draft.store.is_rename_atomic:
                 return None
-            return "there was no room to say why: most likely, No space left on device"
+            return "the reason could not be written: most likely, No space left on device"
         content = parse_json(text)
         return str(content["reason"]) if content["save_id"] == draft.save_id else None
     except (OSError, ValueError, KeyError, TypeError):

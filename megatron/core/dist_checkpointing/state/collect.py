@@ -110,7 +110,7 @@ def _expect_no_extra_state(model: nn.Module) -> None:
     for name, module in model.named_modules():
         if type(module).get_extra_state is not nn.Module.get_extra_state:
             raise CheckpointError(
-                "Expected modules without an extra state of their own, got "
+                "Expected modules without `get_extra_state`, got "
                 f"{type(module).__name__} at {name!r}; --ckpt-format torch_dcp takes others."
             )
 

@@ -12,7 +12,7 @@ loops the comparison is made by norms of gradients, by `GradScaler`, or by the h
 (`optimizer_hooks.py`), whichever comes first. It costs an all-reduce of three integers for each
 process group and, on an accelerator, a wait of the host for the backward. Process groups that no
 optimizer's parameters use, as of a frozen model over another mesh, are compared by `train_step` and
-`check_agreement` alone: the hook cannot know that all their ranks are about to step.
+`check_agreement` alone: in the hook, some of their ranks may not be about to step.
 
 [Note: steps] Before a comparison, the hook on optimizers records which parameters are about to be
 updated (READY), so that ranks which step other optimizers, or lack other gradients, are told before
@@ -222,7 +222,7 @@ _histories: weakref.WeakKeyDictionary[dist.ProcessGroup, CollectiveHistory] = (
     weakref.WeakKeyDictionary()
 )
 
-# Those with entries. Threads of host lanes ask whether there are any, while others make and compare
+# Histories with entries. Host lanes test whether it is empty while other threads make and compare
 # histories: the length may be read at any time, unlike the values of `_histories`.
 _uncompared: weakref.WeakSet[CollectiveHistory] = weakref.WeakSet()
 
@@ -301,7 +301,7 @@ def compare(histories: Iterable[CollectiveHistory], *, of_all: bool = False) -> 
 
 
 def compare_over(tensors: Iterable[torch.Tensor]) -> None:
-    """As `compare`, the histories over the meshes of those tensors that are DTensors."""
+    """As `compare`, the histories over the meshes of the DTensors among `tensors`."""
     meshes = dict.fromkeys(each.device_mesh for each in tensors if isinstance(each, DTensor))
     compare(history for mesh in meshes for history in histories_over(mesh))
 

@@ -1,9 +1,9 @@
 """`DBuffer`: many tensors in one flat, distributed buffer.
 
 A DBuffer generalizes a DTensor to a group of tensors: a mesh, a placement for each of its
-axes, and this rank's part of the storage. Everything that belongs to a group of parameters is a
-DBuffer with the same layout; they differ in placements (what is sharded) and device (where the
-bytes lie). It is the only caller of tensor collectives.
+axes, and this rank's part of the storage. Weights, gradients and states of a group of parameters
+are DBuffers with the same layout; they differ in placements (which axes shard them) and in device.
+It is the only caller of tensor collectives.
 
     Flat      -> Replicate   allgather
     Partial   -> Flat        reduce_scatter
@@ -71,7 +71,7 @@ class DBuffer:
         Args:
             mesh: any number of axes.
             placements: one for each axis; the sharded ones last.
-            tensor_shapes: shapes to lay out, or a layout that other buffers already have.
+            tensor_shapes: the shapes, or the layout of another buffer.
             dtype: of all tensors.
             device: of the memory; need not be the mesh's.
             pin_memory: page-locked host memory, for asynchronous copies; for the CPU only.

@@ -32,7 +32,7 @@ def check_arguments(
     grad_divisor: float,
     not_offered: Mapping[str, Any],
 ) -> None:
-    """Rejects arguments of FSDP2's `fully_shard` that are not supported, and a bad divisor.
+    """Rejects unsupported arguments of `fully_shard`, as FSDP2 defines them, and a bad divisor.
 
     Raises:
         NotImplementedError: for an argument of FSDP2, among them a number of ranks between which

@@ -251,8 +251,9 @@ class _Unsharding(UnshardHandle):
 
 
 def add_fsdp2_state(module: Any) -> None:
-    """Lets `torch.distributed.fsdp.fully_shard.state(module)` find what PyTorch's pipelining asks
-    there. RuntimeError, by PyTorch, if that `fully_shard` is applied to the module later.
+    """Sets the attributes that PyTorch's pipelining reads from
+    `torch.distributed.fsdp.fully_shard.state(module)`. RuntimeError, by PyTorch, if that
+    `fully_shard` is applied to the module later.
     """
     states = vars(module).setdefault(STATE_KEY, {})
     states[_FSDP2_FULLY_SHARD] = _Fsdp2State(weakref.proxy(module._fsdp_unit))

@@ -14,9 +14,9 @@ alignment is lcm(6, 4, 2) = 12:
             |P0 row 0,1 |P1 row 0-2 |P1 3|P3|..|P2|P2 row 1-3 |P4 |  pad  |
             |  rank 0   |  rank 1   |  rank 2   |  rank 3   |  rank 4   |
 
-P1 ends at 28, 8 short of the next multiple. P2 has 4 elements more than a multiple of 12: it starts
-with those in the gap, at 32, and ends aligned. P3 fits between the two; P4 does not and goes to the
-end.
+P1 ends at 28, 8 short of the next multiple. P2 has 4 elements more than a multiple of 12: its first
+4 elements fill the gap, at 32, and it ends aligned. P3 fits between the two; P4 does not and goes
+to the end.
 
 [Note: blocks] Experts are divided among ranks before anything else is: with expert parallelism of
 2, the first half of every tensor's rows belongs to the ranks of the first two experts, and the

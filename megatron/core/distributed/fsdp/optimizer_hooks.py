@@ -105,8 +105,8 @@ class _GradientCasts:
         # The first argument of a hook is the optimizer.
         if to_cast and any(closure is not None for closure in (*args[1:], *kwargs.values())):
             raise NotImplementedError(
-                f"Expected step without a closure, whose {to_cast[0][1].dtype} gradients nothing "
-                f"would cast to {to_cast[0][0].dtype}, got one."
+                "Expected step without a closure, got one: gradients are cast from "
+                f"{to_cast[0][1].dtype} to {to_cast[0][0].dtype} before step, not after a closure."
             )
         for parameter, gradient in to_cast:
             parameter.grad = gradient.to(parameter.dtype)

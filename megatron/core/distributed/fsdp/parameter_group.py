@@ -8,8 +8,8 @@ while the weights are in use.
 A parameter is two: `full`, a view of the unsharded weights, takes part in forward and backward;
 `sharded`, a view of the main weights, rests in the module and goes to the optimizer.
 
-The methods are in the order of a step: forward, backward, reduce, update. Then come those that
-compare ranks, and those that build the group.
+The methods are in the order of a step: forward, backward, reduce, update. Comparisons between ranks
+and the construction of the group come last.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ class FsdpParameterGroup:
             until a `fully_shard_context` has ended.
         names: paths of the parameters from the outermost sharded module; from the unit's module
             until a `fully_shard_context` has ended.
-        plan: what the group was made of.
+        plan: the plan that the group was built from.
         dtype: of the compute weights.
         requires_grad: whether there are gradients.
         histories: by mesh axis; every collective over the axis is recorded as it is queued.
@@ -357,7 +357,7 @@ class FsdpParameterGroup:
 
     def wait_unsharded(self) -> None:
         """Makes this thread's next work wait for `unshard`. After an error, every later `unshard`
-        raises it too: the next user of the weights must not get what is in their memory.
+        raises it too: the memory of the weights may hold anything.
         """
         if self.phase is MemoryPhase.WHOLE:
             return
@@ -604,7 +604,7 @@ class FsdpParameterGroup:
             self.phase, self._failure = self.phase.to(MemoryPhase.SHARDED), None
 
     def _writes(self) -> tuple[int, int]:
-        """Counts writes to the main weights: those that were marked, and those in `_versions`."""
+        """(marked writes to the main weights, writes counted by their tensor versions)."""
         return self._num_marked, self._versions()
 
     def _versions(self) -> int:

@@ -1,7 +1,7 @@
 """Which parameters a module owns, and the plans of the groups that they form.
 
-A module takes the parameters that no sharded module in it has taken. `fully_shard` asks here as it
-shards, and `plan_shards` before anything is sharded, so both find the same groups.
+A module takes the parameters that no sharded module in it has taken. `fully_shard` calls this while
+it shards, and `plan_shards` before anything is sharded, so both find the same groups.
 """
 
 from __future__ import annotations
@@ -110,7 +110,8 @@ def plan_groups(
 
     Args:
         policy_for: the policy of parameters of a dtype.
-        offload: whether main weights start in host memory. Those of frozen parameters do not.
+        offload: whether main weights start in host memory; main weights of frozen parameters never
+            do.
         divided: the sharding of parameters that tensor parallelism divides; default: of none.
         is_accelerator: whether the ranks compute on accelerators.
 

@@ -27,7 +27,7 @@ class Flat(Shard):
     """A dim-0 shard whose storage is part of one flat buffer of many tensors.
 
     Every tensor in the buffer is cut between rows, but not evenly: a rank may hold three rows of
-    one tensor and none of another. Equal to `Shard(0)`, the placement of a DTensor over such a
+    one tensor and no row of another. Equal to `Shard(0)`, the placement of a DTensor over such a
     buffer.
     """
 
@@ -194,7 +194,7 @@ class Placements:
 
     @classmethod
     def for_strategy(cls, strategy: str, axis: int | str = 0) -> Placements:
-        """One axis's placements, by a name of Megatron's --data-parallel-sharding-strategy."""
+        """One axis's placements, by a value of --data-parallel-sharding-strategy."""
         if strategy not in SHARDING_STRATEGIES:
             raise ValueError(f"Expected one of {SHARDING_STRATEGIES}, got {strategy!r}.")
 

@@ -153,7 +153,7 @@ def family_of(spec: ModelSpec, preferred: str | None = None) -> Family:
     for family in sorted(FAMILIES, key=lambda family: family.model_type != preferred):
         try:
             differences = differences_of(family, spec)
-        except ConfigError as error:  # what it would write describes no model
+        except ConfigError as error:  # the config.json of this family would be invalid
             errors.append(error)
             continue
         if not differences:

@@ -118,7 +118,7 @@ class Family:
         options: our options that all of its models share.
         fields: fields of config.json.
         norms, attention, latent_attention, delta_net, dense: the library's names of a layer's
-            modules, by our names, by default those of most architectures. For a module that is
+            modules, by our names; the default suits most architectures. For a module that is
             only some rows of one of the library's, a function of the mixer returns the rows, named
             after the module.
         mixture: the same for a mixture's router and shared experts. A tensor whose last name

@@ -32,8 +32,8 @@ from megatron.core.transformer.spec import (
 REQUIRED = object()  # the value of `absent` for a field that must be in the file
 
 LATENT_WITHOUT_EXPERTS = (
-    "--multi-latent-attention: expected --num-experts beside it, as in every architecture of the "
-    "transformers library that has it here, got none."
+    "--multi-latent-attention: expected --num-experts too, as in every supported architecture of "
+    "the transformers library with latent attention, got none."
 )
 # Several names of the library are the same formula; the first one is written.
 ACTIVATIONS = {

@@ -22,8 +22,8 @@ def refuse_quantized_config(file: ConfigFile) -> None:
     if section:
         method = section.get("quant_method")
         raise ConfigError(
-            f"Expected weights of 16 or 32 bits beside {file.source}, got quant_method "
-            f"{shown(method)} in quantization_config. {_remedy(method)}"
+            f"Expected weights of 16 or 32 bits, got quant_method {shown(method)} in the "
+            f"quantization_config of {file.source}. {_remedy(method)}"
         )
 
 
@@ -44,5 +44,5 @@ def _remedy(method: object) -> str:
         return "Dequantize them with the transformers library first."
     return (
         "Dequantize them with the transformers library first: AutoModelForCausalLM.from_pretrained("
-        f"FOLDER, quantization_config={kind}(dequantize=True)).save_pretrained(NEW_FOLDER)."
+        f"DIR, quantization_config={kind}(dequantize=True)).save_pretrained(NEW_DIR)."
     )

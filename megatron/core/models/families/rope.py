@@ -312,7 +312,7 @@ class RopeByKind(Field):
 
 
 _MSCALES = ("mscale", "mscale_all_dim")
-_MOST = 2**20  # of a weight or of YaRN's factor, far beyond any use
+_MOST = 2**20  # upper limit of YaRN's factor and weights, far beyond any use
 _MOST_DIGITS = 17  # behind the point, of a weight that is found again
 
 

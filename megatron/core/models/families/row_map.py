@@ -4,7 +4,7 @@ A section of our fused weight may be rows of a weight that the library fuses in 
 example, a projection with an output gate stores each head's gate after its query. For two heads of
 four channels:
 
-    theirs, rows   0 .. 3    4 .. 7    8 .. 11   12 .. 15
+    library rows   0 .. 3    4 .. 7    8 .. 11   12 .. 15
                    query 0   gate 0    query 1   gate 1
 
     query: RowMap("q_proj.weight", start=0, block=4, stride=8)
@@ -13,7 +13,7 @@ four channels:
 A tensor of the library may also be a stack of matrices, one per expert of a mixture. Its rows are
 numbered across all matrices. For two experts, whose gates and ups have three rows each:
 
-    theirs [2, 6, columns]   matrix 0: gate 0, up 0   matrix 1: gate 1, up 1
+    library [2, 6, columns]  matrix 0: gate 0, up 0   matrix 1: gate 1, up 1
     rows                     0 .. 2    3 .. 5         6 .. 8    9 .. 11
 
     up of expert 1: RowMap("experts.gate_up_proj", start=9, matrix_rows=6)
@@ -31,7 +31,7 @@ class RowRange(NamedTuple):
 
     own_start: int
     own_stop: int
-    start: int  # theirs
+    start: int  # in the library's tensor
 
 
 @dataclass(frozen=True)

@@ -238,7 +238,7 @@ def vision_differences(there: VisionConfig, own: VisionConfig, spec: ModelSpec) 
 
 
 def _part(file: ConfigFile, name: str, kind: str) -> ConfigFile:
-    """A section with its own model. ConfigError for another kind than `kind`."""
+    """The section of a text or vision model. ConfigError for another kind than `kind`."""
     if not file.section(name):
         raise ConfigError(f"Expected {name} in {file.source}, got none.")
     section = file.section(name)

@@ -42,11 +42,11 @@ class Microbatch:
         device_kind: `Device.kind`. On the CPU torch composes RMSNorm of single operations, and the
             norm keeps two fp32 tensors instead of its input; delta nets keep more states.
         exchanges_tokens: whether tokens travel to experts on other ranks, as many coming as going.
-        context_size: ranks that divide each sequence. What attention and delta nets keep of whole
-            sequences of some heads takes as much as of slices of all heads.
+        context_size: ranks that divide each sequence. In attention and delta nets, whole sequences
+            of some heads take as many bytes as slices of all heads.
         gathers: whether these ranks keep slices of all heads instead.
-        tensor_size: ranks that divide each layer. What a layer keeps of all positions for some
-            heads or channels takes as much as all of them for some positions.
+        tensor_size: ranks that divide each layer. All positions of some heads or channels take as
+            many bytes as some positions of all of them.
         code_nbytes: bytes, with scales, of an element that a projection keeps in low precision;
             None: projections keep their inputs as they are.
     """
@@ -62,7 +62,7 @@ class Microbatch:
     code_nbytes: float | None = None
 
     def projected(self, size: int) -> float:
-        """Bytes a token of a projection's input, of `size` channels, that nothing else keeps."""
+        """Bytes a token of a projection's input, of `size` channels, if no other layer saves it."""
         return size * (self.itemsize if self.code_nbytes is None else self.code_nbytes)
 
     def gathered(self, size: int) -> float:
@@ -71,7 +71,7 @@ class Microbatch:
         return copies * self.projected(size)
 
     def projected_beside(self, size: int) -> float:
-        """Bytes a token of a projection's input that something else keeps as it is, too."""
+        """The same, if another layer saves the input in the compute dtype as well."""
         return 0 if self.code_nbytes is None else size * self.code_nbytes
 
     @property
@@ -258,7 +258,7 @@ def _latent_attention(spec: LatentAttentionSpec, batch: Microbatch) -> float:
     # heads, these padded to the queries' channels, unless a GPU takes both widths; the result in
     # rows.
     latents = (spec.query_rank or 0) + spec.key_value_rank
-    # Those of keys and values, of all positions on each rank.
+    # The latents of keys and values, of all positions on each rank.
     gathered = batch.tensor_size * (spec.key_value_rank + spec.rotary_dim)
     copied = (spec.query_size + spec.value_size) * (batch.num_head_copies(spec.num_heads) - 1)
     of_inputs = batch.projected(latents) + batch.projected(spec.value_size)

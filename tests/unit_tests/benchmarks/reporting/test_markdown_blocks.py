@@ -55,10 +55,10 @@ def test_writing_again_changes_nothing() -> None:
     ("text", "message"),
     [
         ("<!-- benchmarks:a begin -->", "page.md:1: the block a has no end"),
-        ("\n<!-- benchmarks:a end -->", "page.md:2: the end of the block a, which has not begun"),
+        ("\n<!-- benchmarks:a end -->", "page.md:2: the end of the block a, which has no start"),
         (
             "<!-- benchmarks:a begin -->\n<!-- benchmarks:b end -->",
-            "page.md:2: the end of the block b, which has not begun",
+            "page.md:2: the end of the block b, which has no start",
         ),
         (
             "<!-- benchmarks:a begin -->\n<!-- benchmarks:b begin -->",

@@ -148,7 +148,7 @@ def test_results_that_cannot_be_read_are_one_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["--check", "--results", str(tmp_path / "none")]) == 2
-    assert "Expected a folder of results, got" in capsys.readouterr().err
+    assert "Expected a directory of results, got" in capsys.readouterr().err
     (tmp_path / "a.json").write_text('{"schema": 9}')
     assert main(["--check", "--results", str(tmp_path)]) == 2
     assert "Expected schema 2" in capsys.readouterr().err

@@ -92,7 +92,7 @@ def test_exactly_one_source_is_wanted(prefix: str) -> None:
         ConfigError, match=r"^--data-path: expected a PREFIX, or --mock-data, got None"
     ):
         GPTDatasetConfig(seq_length=8)
-    with pytest.raises(ConfigError, match=r"^--data-path: expected nothing beside --mock-data"):
+    with pytest.raises(ConfigError, match=r"^--data-path: expected no path with --mock-data"):
         GPTDatasetConfig(seq_length=8, data_path=(prefix,), mock_data=True)
 
 

@@ -143,7 +143,7 @@ def test_an_index_that_cannot_be_added_changes_nothing(tmp_path: Path) -> None:
 
 def test_an_index_elsewhere_than_beside_its_tokens_is_refused(tmp_path: Path) -> None:
     builder = IndexedDatasetBuilder(tmp_path / "tokens", np.int32)
-    with pytest.raises(ValueError, match=r"Expected the index at .*tokens\.idx, beside its \.bin"):
+    with pytest.raises(ValueError, match=r"Expected the index at .*tokens\.idx, next to its \.bin"):
         builder.finalize(tmp_path / "other.idx")
     builder.abort()
 

@@ -284,7 +284,7 @@ def test_a_folder_that_cannot_be_written_names_the_flag(
     monkeypatch.setattr(Path, "mkdir", _refuse(number))
     reason = re.escape(os.strerror(number))
     with pytest.raises(
-        IndexedDatasetError, match=f"^--data-cache-path: expected a folder .*{reason}"
+        IndexedDatasetError, match=f"^--data-cache-path: expected a writable directory .*{reason}"
     ):
         GPTDataset(
             corpus, range(len(corpus)), 50, seq_length=8, seed=3, cache_path=tmp_path / "cache"

@@ -162,7 +162,7 @@ BOUNDARIES_AT = POINTERS_AT + 8 * NUM_SEQUENCES
         (
             LENGTHS_AT,
             struct.pack("<i", 2),
-            "expected sequence 1 to begin at byte 4, where .* got 6",
+            "expected sequence 1 to start at byte 4, where .* got 6",
         ),
         (LENGTHS_AT, struct.pack("<i", -3), "expected a length >= 0 of sequence 0, got -3"),
         (
@@ -173,17 +173,17 @@ BOUNDARIES_AT = POINTERS_AT + 8 * NUM_SEQUENCES
         (
             POINTERS_AT,
             struct.pack("<q", 2),
-            "expected sequence 0 to begin at byte 0, where .* got 2",
+            "expected sequence 0 to start at byte 0, where .* got 2",
         ),
         (
             BOUNDARIES_AT,
             struct.pack("<q", 1),
-            "expected the documents to begin with sequence 0, got 1",
+            "expected the first document to start at sequence 0, got 1",
         ),
         (
             BOUNDARIES_AT + 8,
             struct.pack("<q", -1),
-            "expected document 1 to begin with sequence 0 or a later one, got",
+            "expected document 1 to start at sequence 0 or a later one, got",
         ),
         (
             BOUNDARIES_AT + 56,

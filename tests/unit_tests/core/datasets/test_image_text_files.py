@@ -120,10 +120,10 @@ def _with(prefix: str, tokens: list[int], edges: list[int], image: list[int]) ->
 @pytest.mark.parametrize(
     ("tokens", "edges", "image", "told"),
     [
-        ([1, 2, 3], [1], [], "begins and ends"),
-        ([1, 2, 3], [2, 1], [], "begins and ends"),
-        ([1, 2, 3], [0, 4], [], "begins and ends"),
-        ([1, 2, 3], [-1, 2], [], "begins and ends"),
+        ([1, 2, 3], [1], [], "ordered spans"),
+        ([1, 2, 3], [2, 1], [], "ordered spans"),
+        ([1, 2, 3], [0, 4], [], "ordered spans"),
+        ([1, 2, 3], [-1, 2], [], "ordered spans"),
         ([1, IMAGE], [], [2, 0, 0], "rows and columns, got 3 bytes"),
         ([1, IMAGE], [], [2, 0, 0, 0, 2, 0, 0, 0, 5], "2 x 2 patches of 12 bytes, got 1"),
         ([1, IMAGE], [], [255] * 8, "patches of 12 bytes"),

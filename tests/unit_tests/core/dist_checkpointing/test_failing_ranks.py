@@ -141,7 +141,7 @@ def test_ranks_that_never_come_are_named_within_the_timeout_and_may_come_later(t
         ranks.begin(10, 0, 3)
         own, other = ranks.endings(0, 3)
         draft = f"{tmp_path}/iter_0000010.abcd1.saving"
-        named = f"Expected a manifest of every rank in {draft}, got none of rank 1, 2 "
+        named = f"Expected a manifest of every rank in {draft}, got no manifest of rank 1, 2 "
         assert f"{named}within 4 s." in own
         assert f"rank 0: {named}within 4 s." in other
         ranks.begin(10, 1, 2)

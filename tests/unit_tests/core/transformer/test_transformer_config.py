@@ -46,9 +46,9 @@ def test_output_projections_start_smaller_with_depth() -> None:
         ),
         (
             {"hidden_size": 16, "swiglu": True},
-            "--ffn-hidden-size: expected a value of its own where a gated MLP",
+            "--ffn-hidden-size: expected a value, since the default of gated MLPs",
         ),
-        ({"window_size": (7, 1)}, "--window-size: expected the number of positions before"),
+        ({"window_size": (7, 1)}, "--window-size: expected the number of earlier positions"),
         (
             {"linear_attention_freq": "[1,0,1]"},
             "--linear-attention-freq: expected a number, or zeros and ones for --num-layers 2",
@@ -80,7 +80,7 @@ def test_output_projections_start_smaller_with_depth() -> None:
         ),
         (
             {"num_experts": 4, "moe_router_num_groups": 2},
-            "--moe-router-num-groups: expected --moe-router-group-topk beside it, got None.",
+            "--moe-router-num-groups: expected --moe-router-group-topk as well, got None.",
         ),
         (
             {"num_experts": 4, "moe_router_num_groups": 2, "moe_router_group_topk": 3},
@@ -96,7 +96,7 @@ def test_output_projections_start_smaller_with_depth() -> None:
         ),
         (
             {"num_experts": 4, "moe_router_norm_topk": False},
-            "--moe-router-no-norm-topk: expected --moe-router-pre-softmax or sigmoid scores beside",
+            "--moe-router-no-norm-topk: expected --moe-router-pre-softmax or sigmoid scores, since",
         ),
         (
             {

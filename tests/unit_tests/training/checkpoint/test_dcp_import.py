@@ -216,7 +216,7 @@ def test_all_differences_are_one_error_before_anything_is_changed(tmp_path):
             f"in {tmp_path / 'saved'} (read by {TITAN})",
             "it lacks optimizer.state.decoder.final_layernorm.weight.exp_avg_sq, "
             "model.decoder.layers.0.self_attention.linear_proj.weight",
-            "nothing here takes model.decoder.layers.2.pre_mlp_layernorm.weight, "
+            "it has unexpected keys model.decoder.layers.2.pre_mlp_layernorm.weight, "
             "their ema.norm.weight",
             "model.decoder.layers.1.pre_mlp_layernorm.weight has shape (5,) where the model has",
         ):

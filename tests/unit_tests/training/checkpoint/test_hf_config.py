@@ -238,7 +238,7 @@ def test_a_directory_that_cannot_be_read_is_one_line_with_advice(tmp_path):
         (tmp_path / "hub", str(snapshot)),
     ):
         (line,) = errors_of(path)
-        assert line.startswith("--hf-model: Expected a local folder with config.json, got ")
+        assert line.startswith("--hf-model: Expected a local directory with config.json, got ")
         assert got in line.partition(str(path))[2]
 
     (tmp_path / "config.json").write_text("[")
@@ -246,7 +246,7 @@ def test_a_directory_that_cannot_be_read_is_one_line_with_advice(tmp_path):
     assert "Expected a JSON object" in line
     with pytest.raises(ConfigError, match="--hf-model: expected a non-empty string"):
         parse_config(["--hf-model", "", *REST], world_size=1)
-    with pytest.raises(ConfigError, match="--hf-model: expected a folder"):
+    with pytest.raises(ConfigError, match="--hf-model: expected a directory"):
         parse_config(["--hf-init-random", "--num-layers=1", *REST], world_size=1)
 
 

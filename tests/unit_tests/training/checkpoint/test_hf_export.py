@@ -135,7 +135,7 @@ def other_config(**changes: Any) -> TransformerConfig:
     ("config", "vocab_size", "message"),
     [
         (other_config(num_layers=3), VOCAB, r"it lacks model.decoder.layers.2.* and \d+ more"),
-        (other_config(num_layers=1), VOCAB, "nothing here takes model.decoder.layers.1"),
+        (other_config(num_layers=1), VOCAB, "it has unexpected keys model.decoder.layers.1"),
         (other_config(ffn_hidden_size=12), VOCAB, r"mlp.gate.weight has shape \(10, 24\) where"),
         (QWEN3, 64, r"word_embeddings.weight has shape \(61, 24\) where the model has \(64, 24\)"),
     ],

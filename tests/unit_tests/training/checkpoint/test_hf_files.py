@@ -83,7 +83,7 @@ def test_a_single_file_takes_precedence_over_an_index_as_in_transformers(folder:
 
 
 @pytest.mark.parametrize("name", [CONFIG_FILE, WEIGHTS_FILE, INDEX_FILE])
-@pytest.mark.parametrize("kind", ["a FIFO", "a folder", "a device"])
+@pytest.mark.parametrize("kind", ["a FIFO", "a directory", "a device"])
 def test_only_regular_files_are_opened(folder: Path, name: str, kind: str) -> None:
     path = folder / name
     path.unlink(missing_ok=True)
@@ -107,7 +107,7 @@ def test_an_index_that_names_anything_but_files_beside_it_is_refused_by_name(
     )
     with pytest.raises(CheckpointDamagedError) as error:
         names_in(folder)
-    assert "Expected names of files beside it in" in str(error.value)
+    assert "Expected names of files in its directory in" in str(error.value)
     assert f"got {file!r} for the.weight" in str(error.value)
     assert "\n" not in str(error.value)
 
@@ -130,7 +130,7 @@ def test_a_directory_without_weights_is_an_error_that_names_pickles(folder: Path
     (folder / "pytorch_model.bin").touch()
     with pytest.raises(CheckpointError, match=r"got pytorch_model.bin, .*unpickled"):
         names_in(folder)
-    with pytest.raises(CheckpointNotFoundError, match="no such folder"):
+    with pytest.raises(CheckpointNotFoundError, match="no such directory"):
         names_in(folder / "none")
 
 
@@ -235,5 +235,5 @@ def test_files_that_lost_their_size_or_header_during_a_save_are_errors(tmp_path:
     ):
         check_files(tmp_path, layout)
     path.write_bytes(bytes(file.nbytes))
-    with pytest.raises(CheckpointError, match="to begin with its header, got other bytes"):
+    with pytest.raises(CheckpointError, match="to start with its header, got other bytes"):
         check_files(tmp_path, layout)

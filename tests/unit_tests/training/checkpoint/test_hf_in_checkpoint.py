@@ -298,7 +298,9 @@ def test_files_that_hf_cannot_have_are_errors_before_the_first_step(
     tmp_path: Path,
 ) -> None:
     model = plain_gpt()
-    with pytest.raises(CheckpointError, match="a tokenizer of ours or one with save_pretrained"):
+    with pytest.raises(
+        CheckpointError, match="a tokenizer of this project, or one with save_pretrained"
+    ):
         HfExport.of(model, torch.bfloat16, FolderExtras(tokenizer=object()))
     (tmp_path / "base").mkdir()
     (tmp_path / "base" / "a b.json").write_text("{}")
@@ -314,6 +316,6 @@ def test_a_remote_store_is_an_error_before_anything_is_written() -> None:
     store = open_store("memory://hf-in-checkpoint")
     with CheckpointManager(store, CPU, 0, 1, "0" * 16) as manager:
         contents = dataclasses.replace(collect(model), export=export_of(model, torch.float32))
-        with pytest.raises(ValueError, match="a folder of a file system for hf/model"):
+        with pytest.raises(ValueError, match="a directory of a file system for hf/model"):
             manager.save(1, contents, {})
     assert store.folders() == []

@@ -177,7 +177,7 @@ def narrow(name: str) -> Callable[[dict[str, torch.Tensor]], Any]:
         (
             True,
             lambda tensors: tensors.update({f"{EXPERT}.up_proj.weight": ONE}),
-            f"nothing here takes {EXPERT}.up_proj.weight$",
+            f"it has unexpected keys {EXPERT}.up_proj.weight$",
         ),
     ],
 )
@@ -270,7 +270,9 @@ def test_layers_that_predict_further_tokens_are_skipped_by_the_number_in_the_fil
     add_tensors(folder, *(f"model.layers.{2 + n}.eh_proj.weight" for n in range(taken)))
     load_hf(model, folder)
     add_tensors(folder, f"model.layers.{2 + taken}.eh_proj.weight")
-    with pytest.raises(CheckpointError, match=rf"nothing here takes model\.layers\.{2 + taken}\."):
+    with pytest.raises(
+        CheckpointError, match=rf"it has unexpected keys model\.layers\.{2 + taken}\."
+    ):
         load_hf(model, folder)
 
 
@@ -287,7 +289,7 @@ def test_empty_matrices_of_missing_shared_experts_are_skipped(tmp_path: Path) ->
     save_file(tensors | empty, folder / WEIGHTS)
     load_hf(model_of(folder), folder)
     save_file(tensors | empty | {shared[0]: torch.ones(1)}, folder / WEIGHTS)
-    with pytest.raises(CheckpointError, match=f"nothing here takes {shared[0]}"):
+    with pytest.raises(CheckpointError, match=f"it has unexpected keys {shared[0]}"):
         load_hf(model_of(folder), folder)
 
 

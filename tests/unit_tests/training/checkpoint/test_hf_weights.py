@@ -336,7 +336,7 @@ def change_tensors(folder: Path, **changes: torch.Tensor | None) -> None:
             lambda folder: change_tensors(folder, model__norm__weight=None),
             "it lacks model.norm.weight",
         ),
-        (lambda folder: change_tensors(folder, more=torch.ones(1)), "nothing here takes more"),
+        (lambda folder: change_tensors(folder, more=torch.ones(1)), "it has unexpected keys more"),
         (
             lambda folder: change_tensors(folder, model__norm__weight=torch.ones(23)),
             r"model.norm.weight has shape \(23,\) where the model has \(24,\)",

@@ -52,7 +52,7 @@ def absent(number: int, silence: Silence) -> Absent:
 
 OWN = rank(2, phase=Phase.FORWARD, error="ValueError: boom", error_order=1, waits=False)
 LATER = replace(OWN, rank=1, error="KeyError: 3", error_order=2)
-DOES_NOT_ANSWER = "rank 1 (host, pid 101) does not answer"
+DOES_NOT_RESPOND = "rank 1 (host, pid 101) does not respond"
 NO_PROGRESS = "has made no progress for 30 s, in iteration 17"
 LOST, HANG = ExitCode.LOST_RANK, ExitCode.HANG
 
@@ -68,10 +68,10 @@ LOST, HANG = ExitCode.LOST_RANK, ExitCode.HANG
             [absent(1, Silence.SILENT), absent(3, Silence.GONE), absent(2, Silence.GONE)],
             LOST,
             (2, 3, 1),
-            f"rank 3 (host, pid 103) were killed or have crashed; {DOES_NOT_ANSWER}",
+            f"rank 3 (host, pid 103) were killed or have crashed; {DOES_NOT_RESPOND}",
         ),
-        ([stuck(0)], [absent(1, Silence.STOPPED)], HANG, (1,), f"{DOES_NOT_ANSWER}, since its"),
-        ([lost(0)], [absent(1, Silence.SILENT)], LOST, (1,), f"{DOES_NOT_ANSWER}: it hangs"),
+        ([stuck(0)], [absent(1, Silence.STOPPED)], HANG, (1,), f"{DOES_NOT_RESPOND}, since its"),
+        ([lost(0)], [absent(1, Silence.SILENT)], LOST, (1,), f"{DOES_NOT_RESPOND}: it hangs"),
         ([lost(0), rank(1, signal="SIGTERM", has_left=True)], [], LOST, (1,), "by SIGTERM"),
         (
             [stuck(0), rank(1, waits=False, idle_seconds=29.0, place="a place"), stuck(2)],
@@ -99,7 +99,7 @@ LOST, HANG = ExitCode.LOST_RANK, ExitCode.HANG
             (2,),
             "no progress for 6 s",
         ),
-        ([lost(0), rank(1)], [], LOST, (0,), f"though all ranks answer: {CLOSED}"),
+        ([lost(0), rank(1)], [], LOST, (0,), f"though all ranks respond: {CLOSED}"),
     ],
 )
 def test_the_cause_is_the_first_that_applies_in_any_order_of_the_reports(

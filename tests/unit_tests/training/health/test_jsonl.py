@@ -176,7 +176,7 @@ def _link(path: Path, target: Path) -> None:
         (lambda path: _link(path, path.with_name("elsewhere")), "a symbolic link"),
         (lambda path: path.symlink_to(path.with_name("nowhere")), "a symbolic link"),
         (os.mkfifo, "a FIFO"),
-        (Path.mkdir, "a folder"),
+        (Path.mkdir, "a directory"),
     ],
 )
 def test_only_a_regular_file_is_appended_to(tmp_path, make, what):

@@ -110,7 +110,7 @@ def test_a_silent_rank_is_waited_for_and_then_blamed_if_it_is_needed(ranks):
     verdicts = hold(numbered(ranks), [well(0), stuck(1)])
     assert time.monotonic() - begin > 1.5
     assert [verdict.ranks for verdict in verdicts] == [(2,)] * 2
-    assert "does not answer: it hangs" in verdicts[0].text
+    assert "does not respond: it hangs" in verdicts[0].text
 
 
 def test_a_rank_that_has_finished_is_not_waited_for(ranks, monkeypatch):

@@ -128,7 +128,7 @@ def test_a_rank_that_is_frozen_while_the_others_save_is_found_within_the_timeout
     job.kill(1, signal.SIGSTOP)
     assert job.end(0) == [ExitCode.HANG]
     assert job.causes()[0].startswith(
-        f"{job.name(1)} does not answer, since its process is stopped"
+        f"{job.name(1)} does not respond, since its process is stopped"
     )
 
 

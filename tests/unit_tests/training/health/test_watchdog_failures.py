@@ -134,7 +134,7 @@ def test_a_rank_whose_thread_keeps_pythons_lock_is_the_one_that_hangs(start):
     assert job.end(0, 2) == [ExitCode.HANG] * 2
     assert len(job.causes()) == 1
     assert job.causes()[0].startswith(
-        f"{job.name(1)} does not answer: it hangs, or its machine or the network is down"
+        f"{job.name(1)} does not respond: it hangs, or its machine or the network is down"
     )
 
 
@@ -164,7 +164,7 @@ def test_a_stopped_process_is_the_cause(start):
     assert job.end(1, 2) == [ExitCode.HANG] * 2
     assert len(job.causes()) == 1
     assert job.causes()[0].startswith(
-        f"{job.name(0)} does not answer, since its process is stopped (SIGSTOP, or"
+        f"{job.name(0)} does not respond, since its process is stopped (SIGSTOP, or"
     )
 
 

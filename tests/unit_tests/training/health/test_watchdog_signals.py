@@ -79,7 +79,7 @@ def test_a_signalled_rank_that_still_waits_starts_a_roll_call_and_ends(start):
     job.wait_until_ready()
     job.kill(0, signal.SIGTERM)
     assert job.end(0) == [ExitCode.LOST_RANK]
-    assert job.causes()[0].startswith(f"{job.name(1)} does not answer: it hangs")
+    assert job.causes()[0].startswith(f"{job.name(1)} does not respond: it hangs")
 
 
 @pytest.mark.parametrize(

@@ -162,7 +162,7 @@ def _plain(folder: Path, state: dict[str, Any]) -> Path:
         (lambda state: state.pop("head.weight"), "it lacks model.head.weight"),
         (
             lambda state: state.update({"tail.weight": torch.ones(2)}),
-            "nothing here takes model.tail.weight",
+            "it has unexpected keys model.tail.weight",
         ),
     ],
 )

@@ -327,7 +327,7 @@ def test_a_box_outside_of_the_tensor_is_rejected(
 def test_a_key_that_is_not_there_is_named(checkpoint: PublishedCheckpoint):
     with pytest.raises(
         CheckpointError,
-        match=r"Expected the tensor 'model.no' in .*iter_0000010, got nothing of that",
+        match=r"Expected the tensor 'model.no' in .*iter_0000010, got no such key",
     ):
         checkpoint.read("model.no", (), torch.empty(()))
     with pytest.raises(

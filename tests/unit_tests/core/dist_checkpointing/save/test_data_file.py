@@ -581,7 +581,7 @@ def test_a_tensor_that_is_not_aligned_is_rejected_and_the_file_continues(pool, d
 
 def test_two_files_at_once_cannot_have_one_pool(pool, disk):
     first = DataFileWriter(lambda: MemorySink(), pool, disk)
-    with pytest.raises(RuntimeError, match="Expected buffers that are free"):
+    with pytest.raises(RuntimeError, match="Expected free buffers"):
         DataFileWriter(lambda: MemorySink(), pool, disk)
     first.abort()
     check_usable(pool, disk)

@@ -86,7 +86,7 @@ ONE_DTYPE = {"compute": FP32, "main": FP32, "main_grads": FP32, "sent": FP32}
 
 
 class Sizes:
-    """What a group's buffers take, by formula."""
+    """Bytes of a group's buffers, by formula."""
 
     def __init__(self, case: Case, numel: int) -> None:
         pieces = PIECES[case.name]
@@ -97,11 +97,11 @@ class Sizes:
         self.frozen = self.model_weight
         self.resting = self.model_weight + main_weight
         self.main_gradient = optimizer_numel * case.main_grads.itemsize
-        # Compute weights that are whole at rest are those in use too.
+        # Compute weights that are whole at rest are used as they are.
         self.unsharded_weight = numel * case.compute.itemsize if pieces.parameter > 1 else 0
         self.unsharded_gradient = numel * case.sent.itemsize
-        # Gradients that are reduced over an axis later are summed up beside the main ones, where
-        # there is such an axis.
+        # Gradients with a deferred reduction over an axis have separate sums, in addition to the
+        # main gradients.
         is_deferred = case.name not in ("optim_grads", "optim_grads_params")
         self.partial_gradient = (
             numel // pieces.gradient * case.main_grads.itemsize if is_deferred else 0
@@ -109,7 +109,7 @@ class Sizes:
         # Where no axis is reduced before the last microbatch, a single one goes into the main ones
         # at once.
         self.partial_gradient_of_one = self.partial_gradient if pieces.gradient > 1 else 0
-        # What a microbatch leaves that is not the last one.
+        # The gradients that every microbatch but the last leaves.
         self.sum_so_far = self.partial_gradient if is_deferred else self.main_gradient
 
 
@@ -152,7 +152,7 @@ def mesh_of(case: Case) -> DeviceMesh:
 
 
 def shard(model: Model, case: Case, mesh: DeviceMesh, **options: Any) -> FsdpContext:
-    """The layers, and the model if it has parameters of its own."""
+    """The layers, and the model if it has direct parameters."""
     placements = STRATEGIES[case.name]
     with fully_shard_context("cpu", **options) as context:
         for layer in model.layers:
@@ -193,7 +193,7 @@ def engine_bytes(groups: Iterable[FsdpParameterGroup]) -> int:
 
 @contextmanager
 def only_new_objects() -> Iterator[None]:
-    """`live_bytes` counts what has come since: `gc` does not see the objects before."""
+    """`live_bytes` counts objects created since: `gc` does not see older ones."""
     gc.freeze()
     try:
         yield
@@ -275,7 +275,7 @@ def _rests(case: Case) -> None:
             assert engine_bytes(groups) == expected
             gc.collect()
             assert live_bytes() == expected, (
-                "nothing else has stayed, not even for who holds the original parameters"
+                "all else is freed, even if a caller holds the original parameters"
             )
             assert sum(original.untyped_storage().nbytes() for original in originals) == 0
             for is_last in (True, False):
@@ -463,8 +463,8 @@ def _live_alone(case: Case) -> None:
         for number in range(3):
             with live_peaks(model) as peaks, microbatch(context, is_last=number == 2):
                 backward(model, case)
-            # Autograd's gradients of two layers, as on several ranks, and nothing between them and
-            # the sums.
+            # Autograd's gradients of two layers, as on several ranks, and no buffer between them
+            # and the sums.
             of_layer = DIM * DIM * case.compute.itemsize
             assert resting + of_layer <= max(peaks) <= resting + 2 * of_layer
             assert live_bytes() == resting
@@ -528,7 +528,7 @@ def _is_steady(case: Case) -> None:
             assert allocations.alive() <= storages_of(groups_of(model)).keys() | states
             assert allocations.alive() & states, "it does see what stays"
             assert len(allocations.storages) > len(allocations.alive()), (
-                "and what goes, gradients at least"
+                "and freed storages, gradients at least"
             )
             seen.append((engine_bytes(groups_of(model)), live_bytes()))
         assert len(set(seen[2:])) == 1
@@ -557,8 +557,8 @@ def _drawn(case: Case) -> None:
         gc.collect()
         assert live_bytes() == resting == engine_bytes(groups_of(model))
     assert len(seen) == NUM_LAYERS + 2
-    # The last layer of all is drawn beside the shards of all; every one before beside those of
-    # fewer.
+    # When a layer is initialized, the shards of all layers before it exist; the last one has the
+    # most.
     assert all(live - whole <= resting for live, whole in seen)
     assert seen[0][0] < sizes[0].resting + sizes[1].resting + seen[0][1]
     assert resting - SMALL_BYTES < seen[-1][0] - seen[-1][1] <= resting
