@@ -15,7 +15,7 @@ launcher starts the ranks again.
 Each side runs once a round, in an order drawn anew. The times are from the kill to
 
     first step     the end of the first step of the new ranks
-    next step      the report of iteration 16, before which those since the checkpoint are repeated
+    next step      the report of iteration 16, after all steps since the checkpoint
 """
 
 from __future__ import annotations

@@ -141,7 +141,7 @@ def _waiting() -> None:
         ready, theirs = os.pipe()
         holder = Child(_hold, pid, theirs)
         os.read(ready, 1)
-        # While the holder lives, its memory is nobody else's.
+        # While the holder lives, no other process gets its memory.
         taker = Child(_read, pid, 0)
         time.sleep(0.3)
         assert not taker.has_ended

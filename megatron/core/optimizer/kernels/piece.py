@@ -171,7 +171,7 @@ class RowLog(NamedTuple):
         counters: int64: elements that are done of each chunk, of all pieces one after the other.
         slots: two for each thread, of `ROW_NUMEL` elements; uint8: [slots, bytes].
         chunk: elements of a chunk.
-        step, bucket: what a slot says about its row.
+        step, bucket: numbers that a slot has with its row.
     """
 
     counters: torch.Tensor

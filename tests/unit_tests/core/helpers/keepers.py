@@ -1,4 +1,4 @@
-"""A process that stands for the launcher of a job, and the keepers of such processes."""
+"""A process in place of the launcher of a job, and the keepers of such processes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megatron.core import host_keeper
 
 @contextmanager
 def launcher(end: signal.Signals = signal.SIGKILL) -> Iterator[int]:
-    """A process that does nothing, by its id; it gets a signal at the end."""
+    """The process id of an idle process, which gets a signal at the end."""
     command = [sys.executable, "-S", "-c", "import signal; signal.pause()"]
 
     def heed() -> None:

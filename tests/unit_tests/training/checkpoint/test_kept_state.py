@@ -1,8 +1,8 @@
 """A run with `--keep-host-state` that is killed at any moment loses no step and no bit.
 
-The process that starts the ranks stands for the launcher. Ranks are killed at a lane's operation or
+The process that starts the ranks is the launcher. Ranks are killed at a lane's operation or
 at the start of a phase, and started again until they reach the end. `--save` gets its only
-checkpoint at the end, unless a test says otherwise.
+checkpoint at the end, by default.
 """
 
 from __future__ import annotations
@@ -276,7 +276,7 @@ def test_ranks_killed_while_they_finish_a_step_finish_it_in_the_next_start(scene
         KeptUpdates._carry_on = dying  # type: ignore[method-assign]
 
     scene = scene_of(1)
-    # The last step has been decided, and none of its buckets has been updated.
+    # The last step has been decided, and no bucket has been updated.
     starts_of_updates = [each for each in scene.moments() if each.lane == "optimizer host start"]
     last = starts_of_updates[-2 * NUM_BUCKETS]
     assert scene.starts([last, NEVER], disturb=die_in_second_bucket) == [(ITERATIONS, True)]

@@ -189,7 +189,7 @@ def test_threads_keep_the_old_values_of_their_last_rows(nursery, dtype):
 
 
 def _are_finished(dtype: torch.dtype) -> list[bool]:
-    """Kills threads of the compiled kernel in step 3, and in what is left of it."""
+    """Kills threads of the compiled kernel in step 3, and in the rest of it."""
     found = []
     with launcher() as other:
         expected = Child(_expected, other, dtype).result()
