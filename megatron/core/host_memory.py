@@ -28,6 +28,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from megatron.core.device import Device
+from megatron.core.host_keeper import KeeperError, KeptMemory
 from megatron.core.local_ranks import CGROUPS, lines_of, local_world_size, own_cgroups
 from megatron.core.log import counted
 from megatron.core.mesh import all_reduce_over
@@ -47,9 +48,20 @@ class HostSlab:
     The memory and its pin are released with the slab and the last tensor in it; copies from and to
     the device must be done by then. A forked process does not have the slab: shared until written,
     every page written here would be held twice.
+
+    With `kept`, the memory is the keeper's (host_keeper.py), and survives the process: a slab that
+    is mapped again has the contents that it had.
     """
 
-    def __init__(self, nbytes: int, device: Device, *, is_pinned: bool, purpose: str) -> None:
+    def __init__(
+        self,
+        nbytes: int,
+        device: Device,
+        *,
+        is_pinned: bool,
+        purpose: str,
+        kept: KeptMemory | None = None,
+    ) -> None:
         """Maps the memory, and pins it.
 
         Args:
@@ -57,10 +69,11 @@ class HostSlab:
             device: whose copies reach it directly, if it is pinned.
             is_pinned: whether to pin it, if the device pins at all.
             purpose: its name in errors: "moments".
+            kept: where the memory comes from; None: from the system.
 
         Raises:
             ValueError: for a negative size.
-            HostMemoryError: if the system does not map that much.
+            HostMemoryError: if the system or the keeper does not give that much.
             PinError: if it cannot be pinned; the memory has been released then.
         """
         if nbytes < 0:
@@ -72,7 +85,7 @@ class HostSlab:
         self._begin = 0  # bytes from the beginning of the mapping
         self._memory = memoryview(b"")
         if nbytes:
-            self._map(device)
+            self._map(device, kept)
 
     def tensor(self, offset: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """The flat array of `numel` elements of `dtype` at `offset`, with a storage of its size.
@@ -95,14 +108,17 @@ class HostSlab:
             )
         return torch.frombuffer(self._memory, dtype=dtype, count=numel, offset=self._begin + offset)
 
-    def _map(self, device: Device) -> None:
+    def _map(self, device: Device, kept: KeptMemory | None) -> None:
         try:
-            # With room to start on a huge page, since the system places a mapping anywhere.
-            # Untouched pages cost only addresses.
-            mapping = mmap.mmap(
-                -1, self.nbytes + _HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-            )
-        except (OSError, OverflowError) as error:
+            if kept is not None:
+                mapping = kept.map(self._purpose, self.nbytes)
+            else:
+                # With room to start on a huge page, since the system places a mapping anywhere.
+                # Untouched pages cost only addresses.
+                mapping = mmap.mmap(
+                    -1, self.nbytes + _HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+                )
+        except (OSError, OverflowError, KeeperError) as error:
             raise HostMemoryError(
                 f"Expected {format_bytes(self.nbytes)} of host memory for {self._purpose}, got: "
                 f"{error}."
@@ -110,7 +126,8 @@ class HostSlab:
 
         self._memory = memoryview(mapping)
         address = torch.frombuffer(mapping, dtype=torch.uint8).data_ptr()
-        self._begin = -address % _HUGE_PAGE
+        # A kept slab starts where its file does, wherever that is mapped.
+        self._begin = -address % _HUGE_PAGE if kept is None else 0
         _advise(mapping, self._begin, self.nbytes)
 
         # Before the first touch, when a page gets its place. Pinning touches all of them.
@@ -155,9 +172,11 @@ class SlabBuilder:
             self.nbytes = offset + numel * dtype.itemsize
         return offset
 
-    def build(self, device: Device, *, is_pinned: bool, purpose: str) -> HostSlab:
+    def build(
+        self, device: Device, *, is_pinned: bool, purpose: str, kept: KeptMemory | None = None
+    ) -> HostSlab:
         """The slab, of `nbytes` bytes. Raises what `HostSlab` does."""
-        return HostSlab(self.nbytes, device, is_pinned=is_pinned, purpose=purpose)
+        return HostSlab(self.nbytes, device, is_pinned=is_pinned, purpose=purpose, kept=kept)
 
 
 def _advise(mapping: mmap.mmap, begin: int, nbytes: int) -> None:

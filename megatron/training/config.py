@@ -131,6 +131,12 @@ class RecoverConfig:
         at_least=0,
         may_change=True,
     )
+    keep_host_state: bool = option(
+        False,
+        "keep main weights and optimizer states in memory that survives the ranks: restarted by"
+        " torchrun, they continue with the next step instead of a checkpoint",
+        requires="optimizer_cpu_offload",
+    )
     hang_timeout_seconds: float | None = option(
         None,
         "end the run if a rank makes no progress for this many seconds (default: "
@@ -591,6 +597,9 @@ class RunConfig:
             self.recover.recover_mode,
         )
 
+        if self.recover.keep_host_state:
+            self._check_kept_state()
+
         places = (self.checkpoint.save, self.checkpoint.load, *(self.data.data_path or ()))
         check_paths(self.inject, [place for place in places if place is not None])
         expect(
@@ -599,6 +608,22 @@ class RunConfig:
             f"disk-full and kill-in-save with --ckpt-format {FSDP_DTENSOR} only",
             self.checkpoint.ckpt_format,
         )
+
+    def _check_kept_state(self) -> None:
+        """ConfigError for states that are not in host memory between steps."""
+        optimizer, flag = self.optimizer, "--keep-host-state"
+        fraction, streamed = optimizer.optimizer_offload_fraction, optimizer.update_on_device
+        is_sharded, frozen = bool(self.parallel.use_megatron_fsdp), self.training.freeze
+        expect(is_sharded, flag, "--use-megatron-fsdp", self.parallel.engine)
+        expect(fraction == 1.0, flag, "--optimizer-offload-fraction 1", fraction)
+        expect(streamed == 0, flag, "--optimizer-update-on-device 0", streamed or "auto")
+        early = optimizer.optimizer_early_update_gib
+        expect(not early, flag, "--optimizer-early-update-gib 0", early)
+        expect(not frozen, flag, "no --freeze", frozen)
+        name, has_codes = optimizer.optimizer, self.parallel.fp8_param_gather
+        expect(name != "muon", flag, "another --optimizer", name)
+        expect(not has_codes, flag, "no --fp8-param-gather", "the flag")
+        expect(not self.training.skip_train, flag, "training", "--skip-train")
 
     def _check_engine(self, world_size: int) -> None:
         num_instances = self.parallel.num_distributed_optimizer_instances

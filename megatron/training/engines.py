@@ -16,7 +16,8 @@ The names follow the engines of AReaL.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -33,6 +34,7 @@ from megatron.core.dist_checkpointing.store import expect_folder, open_store
 from megatron.core.distributed import megatron_fsdp, torch_fsdp2
 from megatron.core.distributed.fsdp.parameter_group import group_of
 from megatron.core.dtypes import DTYPES
+from megatron.core.host_keeper import KeptMemory
 from megatron.core.host_memory import check_memory_on_all_ranks, format_bytes
 from megatron.core.layer_execution import (
     check_execution,
@@ -42,6 +44,7 @@ from megatron.core.layer_execution import (
 )
 from megatron.core.log import counted
 from megatron.core.materialize import materialize, seeded_reset
+from megatron.core.optimizer.cpu_offloading.kept_updates import Landed
 from megatron.core.optimizer.cpu_offloading.plan import OffloadPlan
 from megatron.core.optimizer.distrib_optimizer import (
     build_optimizer,
@@ -62,7 +65,9 @@ from megatron.training.step import (
     ForwardStep,
     MarkPhase,
     StepInfo,
+    StepJournal,
     StepResult,
+    end_step,
     evaluate,
     train_step,
     unmarked,
@@ -86,17 +91,26 @@ class ModuleEngine:
     _shards_modules = False  # whether states are offloaded module by module
 
     def __init__(
-        self, config: EngineConfig, device: Device, mesh: DeviceMesh, *, num_local_ranks: int = 1
+        self,
+        config: EngineConfig,
+        device: Device,
+        mesh: DeviceMesh,
+        *,
+        num_local_ranks: int = 1,
+        kept: KeptMemory | None = None,
     ) -> None:
         """
         Args:
             mesh: one axis, over all ranks of the default process group.
             num_local_ranks: ranks on this machine, which share its memory.
+            kept: where the memory of an offloaded optimizer comes from, if it is to survive the
+                process. Main weights that it has already are not initialized.
         """
         self.config = config
         self.device = device
         self.mesh = mesh
         self._num_local_ranks = num_local_ranks
+        self._kept = kept
         self.activations: ActivationOffload | None = None
         self._state: RunState | None = None
         self._has_warned_of_schedule = False
@@ -157,6 +171,7 @@ class ModuleEngine:
             self._num_local_ranks,
             scales_loss=config.compute_dtype == "fp16",
             records_timings=config.records_timings,
+            kept=self._kept,
         )
         self._prepare_layers(model)
         schedule = LRSchedule.build(config.schedule, config.train_iters)
@@ -233,6 +248,7 @@ class ModuleEngine:
         num_microbatches: int | None = None,
         votes: Callable[[], tuple[float, ...]] = tuple,
         mark: MarkPhase = unmarked,
+        journal: StepJournal | None = None,
     ) -> StepResult:
         """Forward, backward and the optimizer's step over a global batch, at the schedule's rate;
         the counters advance. The step is skipped if the loss or the gradient norm is not finite.
@@ -243,6 +259,7 @@ class ModuleEngine:
                 auxiliary losses are trained with and whose expert loads move expert biases.
             votes: called after the backward; the result holds the sums of its numbers over ranks.
             mark: called with each phase of the step when it starts.
+            journal: records the step; of an engine with kept memory.
 
         Raises:
             RuntimeError: on all ranks, and before anything is done, for a step beyond the end of
@@ -266,8 +283,38 @@ class ModuleEngine:
             ranks_per_sample=self.config.parallel.ranks_per_sample,
             votes=votes,
             mark=mark,
+            journal=journal,
         )
+        return self._counted_step(result, learning_rate)
 
+    def finish_batch(
+        self,
+        number: int,
+        landed: Sequence[Landed],
+        result: StepResult,
+        grad_divisor: float,
+        options: Sequence[Mapping[str, Any]],
+    ) -> StepResult:
+        """Finishes a step of an earlier process in kept memory, from what a `StepJournal` has
+        recorded of it.
+
+        Args:
+            number, landed: see `HybridDeviceOptimizer.finish_step`.
+            options: of the optimizer's groups.
+        """
+        state = self.state
+        groups = state.optimizer.param_groups
+        learning_rate = state.schedule.apply(groups, state.step_info.iteration)
+        for group, own in zip(groups, options, strict=True):
+            group.update(own)
+        norm = math.nan if result.is_skipped else result.grad_norm
+        state.optimizer.finish_step(number, landed, norm, grad_divisor=grad_divisor)
+        result = end_step(state.model, state.optimizer, result, self.mesh)
+        return self._counted_step(result, learning_rate)
+
+    def _counted_step(self, result: StepResult, learning_rate: float) -> StepResult:
+        """Counts a step, and adds its rate to the result."""
+        state = self.state
         if self.activations is not None:
             self.activations.end_step()
         # A skipped step counts: the schedule and the data advance.
@@ -449,6 +496,8 @@ class ModuleEngine:
 
     def _check_host_memory(self, model: nn.Module, plan: OffloadPlan | None) -> None:
         """Raises HostMemoryError before weights are allocated, if host memory is too small."""
+        if self._kept is not None and self._kept.is_restored:
+            return  # it is there already
         needs = host_needs(self.config.execution, self.device)
         if plan is not None and plan.host_numel:
             is_accelerator = self.device.is_accelerator
@@ -480,6 +529,7 @@ class MegatronEngine(ModuleEngine):
             main_params_dtype=DTYPES[config.optimizer.main_params_dtype],
             offloaded=plan.names_on_host if plan else (),
             pins_main_weights=config.optimizer.pins_states,
+            kept=self._kept,
         )
 
 
@@ -501,7 +551,12 @@ class FSDPEngine(ModuleEngine):
 
 
 def build_engine(
-    config: EngineConfig, device: Device, mesh: DeviceMesh, *, num_local_ranks: int = 1
+    config: EngineConfig,
+    device: Device,
+    mesh: DeviceMesh,
+    *,
+    num_local_ranks: int = 1,
+    kept: KeptMemory | None = None,
 ) -> ModuleEngine:
     """The engine that `config.parallel` names, without a model yet."""
     kind = ModuleEngine
@@ -509,7 +564,7 @@ def build_engine(
         kind = MegatronEngine
     elif config.parallel.use_torch_fsdp2:
         kind = FSDPEngine
-    return kind(config, device, mesh, num_local_ranks=num_local_ranks)
+    return kind(config, device, mesh, num_local_ranks=num_local_ranks, kept=kept)
 
 
 def _counted(

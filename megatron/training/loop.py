@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 from megatron.core.datasets.sample_dataset import SampleDataset
 from megatron.core.datasets.sampler import GlobalBatchSampler, build_data_loader
+from megatron.training.checkpoint.kept_state import KeptState
 from megatron.training.checkpoint.run_info import RecoverInfo
 from megatron.training.checkpoint.saver import Frequency, Saver
 from megatron.training.config import RunConfig
@@ -72,6 +73,8 @@ class Loop:
         data: identifies the training data in checkpoints.
         evaluated: the last evaluation: its iteration, and the loss by split.
         profile: records a timeline of some iterations.
+        kept: records steps in memory that survives this process.
+        unreported: the result of the last iteration, if it is to be reported before the next one.
     """
 
     engine: ModuleEngine
@@ -88,6 +91,8 @@ class Loop:
     data: dict[str, Any]
     evaluated: dict[str, Any]
     profile: AnyLaneProfile = NO_LANE_PROFILE
+    kept: KeptState | None = None
+    unreported: StepResult | None = None
 
     def train(self, train_data: SampleDataset, valid_data: SampleDataset | None) -> Stop | None:
         """Trains; saves at intervals and at the end.
@@ -107,10 +112,15 @@ class Loop:
         self.saver.prepare(self.engine)
         self.watch.takes_long_while(lambda: self.saver.is_saving)
         self.profile.prepare(step_info.iteration, train_iters)
-        if valid_data is not None and self._is_evaluation_missing():
+        stop: Stop | None = None
+        if self.unreported is not None:
+            self._report(self.unreported)
+            stop = self._follow(self.unreported, valid_data, is_repeated=True)
+        if valid_data is not None and stop is None and self._is_evaluation_missing():
             self.evaluate(valid_data, "validation")
 
-        stop: Stop | None = None
+        if self.kept is not None:
+            self.kept.ended(self._info())
         first, start = step_info.iteration + 1, time.perf_counter()
         while step_info.iteration < train_iters and stop is None:
             self.profile.begin(step_info.iteration + 1)
@@ -119,10 +129,9 @@ class Loop:
             if step_info.iteration == first:
                 self._write(EventKind.STEP, seconds=time.perf_counter() - start)
 
-            evaluates, save, stop = self.decide(result)
-            if evaluates and valid_data is not None:
-                self.evaluate(valid_data, "validation")
-            self._save(save)
+            stop = self._follow(result, valid_data)
+            if self.kept is not None:
+                self.kept.ended(self._info())
 
         # With --overlap-optimizer-with-forward the last step may still be running on the host.
         self.engine.state.optimizer.synchronize()
@@ -132,6 +141,21 @@ class Loop:
             logger.info("training ended at iteration %d", iteration)
         else:
             logger.info("exiting at iteration %d of %d: %s", iteration, train_iters, stop.reason)
+        return stop
+
+    def _follow(
+        self, result: StepResult, valid_data: SampleDataset | None, *, is_repeated: bool = False
+    ) -> Stop | None:
+        """What follows an iteration: an evaluation, a save, or the end.
+
+        Args:
+            is_repeated: whether earlier processes may have done some of it.
+        """
+        evaluates, save, stop = self.decide(result)
+        if evaluates and valid_data is not None:
+            self.evaluate(valid_data, "validation")
+        if not (is_repeated and self.saver.is_published(self._iteration)):
+            self._save(save)
         return stop
 
     def decide(self, result: StepResult) -> Decision:
@@ -200,11 +224,14 @@ class Loop:
             num_microbatches=self._num_microbatches,
             votes=self._votes,
             mark=lambda phase: self.mark(phase, number),
+            journal=self.kept,
         )
 
         self.profile.phase(REPORT)
         self._report(result)
         if config.training.check_for_nan_in_loss and not result.is_finite:
+            if self.kept is not None:
+                self.kept.forget()  # it would end the next start as well
             raise NonFiniteLossError(number, result.bad_ranks, result.total_loss)
         return result
 

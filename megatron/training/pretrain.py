@@ -31,6 +31,7 @@ from megatron.core.mesh import build_mesh, failed_collective
 from megatron.core.options import ConfigError
 from megatron.core.parts import freeze, split_names
 from megatron.training.arguments import as_yaml
+from megatron.training.checkpoint.kept_state import KeptState
 from megatron.training.checkpoint.loading import Loaded
 from megatron.training.checkpoint.resume import Resumer
 from megatron.training.checkpoint.run_info import RecoverInfo
@@ -100,6 +101,11 @@ def pretrain(
         ExitError: for an end with a dedicated exit code; LOST_RANK if another rank is the cause.
     """
     launch = Launch.from_environment()
+    if config.recover.keep_host_state and not launch.is_elastic:
+        raise ConfigError(
+            "--keep-host-state: expected torchrun or `python -m megatron_hybrid launch`, which "
+            "restart the ranks, got neither."
+        )
     log.configure(launch.rank, short_time=config.logging.is_short)
 
     numa.set_binding(is_on=config.device.numa_binding)
@@ -195,6 +201,7 @@ class _Run:
         self._stop = stop
         self._watch = watch
         self._step_info = StepInfo()  # the engine's own, once there is one
+        self._kept: KeptState | None = None
         self._told: Exception | None = None  # the error that the event log has already
         self._injections = Injections(
             config.inject, rank=launch.rank, restart=launch.restart_count, events=events
@@ -204,6 +211,8 @@ class _Run:
     def run(self) -> Outcome:
         """Builds the engine, resumes, and trains."""
         config = self._config
+        if config.recover.keep_host_state:
+            self._kept = KeptState.open(config, self._launch, self._device)
         engine = self._built_engine()
         loaded = self._resume(engine)
         if isinstance(self._profile, LaneProfile):
@@ -227,9 +236,12 @@ class _Run:
             self._device,
             build_mesh(self._device.kind, self._launch.world_size),
             num_local_ranks=self._launch.local_world_size,
+            kept=None if self._kept is None else self._kept.memory,
         )
 
         engine.initialize(self._built_model)
+        if self._kept is not None:
+            self._kept.attach(engine)
         self._step_info = engine.state.step_info
         # After the weights, which have separate seeds: only dropout draws from here on.
         seed_all(self._config.training.seed, self._launch.rank)
@@ -249,7 +261,7 @@ class _Run:
             events=self._events,
             restart_count=self._launch.restart_count,
         )
-        loaded = resumer.load(engine)
+        loaded = resumer.load(engine, self._kept)
         if not self._config.training.skip_train:
             resumer.prepare_folder(engine, loaded)
         return loaded
@@ -301,6 +313,8 @@ class _Run:
             data=_described(self._config, train_data, info),
             evaluated=_evaluated(engine.state.step_info, info),
             profile=self._profile,
+            kept=self._kept,
+            unreported=None if loaded is None else loaded.unreported,
         )
 
     @contextmanager
@@ -370,10 +384,14 @@ class _Run:
             num_devices=self._launch.world_size,
         )
         state, continues, save = None, False, config.checkpoint.save
+        reported = step_info.iteration
+        if loaded is not None and loaded.unreported is not None:
+            reported -= 1
         if loaded is not None and loaded.info is not None:
             state = loaded.info.logger
             # A run that branches off another one has separate reports.
-            continues = save is not None and split_path(loaded.path)[0] == place_of(save)
+            path = loaded.path
+            continues = path is None or (save is not None and split_path(path)[0] == place_of(save))
 
         metrics = Metrics(
             rates,
@@ -381,13 +399,13 @@ class _Run:
             build_sinks(
                 config.logging,
                 config.values(),
-                step_info.iteration,
+                reported,
                 state if continues else None,
                 config.metrics_jsonl,
             )
             if is_first
             else [],
-            start_iteration=step_info.iteration,
+            start_iteration=reported,
             shows_progress=is_first,
             state=state,
             memory=lambda: PeakMemory(

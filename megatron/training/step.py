@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -103,6 +103,16 @@ def unmarked(_phase: Phase) -> None:
     """A `MarkPhase` without effect."""
 
 
+class StepJournal(Protocol):
+    """Records a step as it proceeds, so that another process can finish it."""
+
+    def landed(self) -> None:
+        """Called after the backward, before the ranks' vote."""
+
+    def decided(self, result: StepResult, grad_divisor: float) -> None:
+        """Called once the ranks have agreed, before anything is updated."""
+
+
 def train_step(
     model: nn.Module,
     optimizer: DistributedOptimizer,
@@ -115,6 +125,7 @@ def train_step(
     ranks_per_sample: int = 1,
     votes: Callable[[], tuple[float, ...]] = tuple,
     mark: MarkPhase = unmarked,
+    journal: StepJournal | None = None,
 ) -> StepResult:
     """Forward and backward over this rank's share of one global batch, then the optimizer's step.
     Where the forward steps count expert loads, expert biases are moved with it.
@@ -131,6 +142,7 @@ def train_step(
             their part of the sum by the number of parts (`SequenceSlice`). Each has the weight of
             the whole microbatch.
         votes: called after the backward, so a signal counts in the step that it arrived in.
+        journal: records the step.
 
     Raises:
         TypeError, ValueError: for microbatches, losses or loads that are not as described, or that
@@ -153,20 +165,35 @@ def train_step(
             mark=mark,
         )
         mark(Phase.AGREE)
+        if journal is not None:
+            journal.landed()
         agreed, planned = _agree_and_plan(model, optimizer, told, votes, mesh)
     bad_ranks = _ranks_with_bad_loss(told, mesh) if agreed.num_bad else ()
 
     mark(Phase.STEP)
     norm = math.nan if agreed.num_bad else agreed.grad_norm
-    has_stepped = optimizer.step(norm, planned, grad_divisor=agreed.grad_divisor)
-    if has_stepped and agreed.load is not None:
-        update_expert_bias(model, agreed.load)
-    update_histories(model, mesh.get_group())  # after the launch of the step, which waits for none
-    optimizer.zero_grad()
-    loss_scale = None if optimizer.loss_scaler is None else optimizer.loss_scale
     num_samples = num_samples * mesh.size() // ranks_per_sample
-    result = _result(agreed, told, num_samples, loss_scale, mesh)
-    return replace(result, is_skipped=not has_stepped, bad_ranks=bad_ranks)
+    result = _result(agreed, told, num_samples, mesh)
+    result = replace(result, is_skipped=not math.isfinite(norm), bad_ranks=bad_ranks)
+    if journal is not None:
+        journal.decided(result, agreed.grad_divisor)
+    optimizer.step(norm, planned, grad_divisor=agreed.grad_divisor)
+    optimizer.zero_grad()
+    return end_step(model, optimizer, result, mesh)
+
+
+def end_step(
+    model: nn.Module, optimizer: DistributedOptimizer, result: StepResult, mesh: DeviceMesh
+) -> StepResult:
+    """Moves the expert biases and ends the step of delayed scaling's histories, after the
+    optimizer's launch, which waits for neither. Returns the result with the loss scale of the next
+    step.
+    """
+    if not result.is_skipped and result.expert_load is not None:
+        update_expert_bias(model, result.expert_load)
+    update_histories(model, mesh.get_group())
+    loss_scale = None if optimizer.loss_scaler is None else optimizer.loss_scale
+    return replace(result, loss_scale=loss_scale)
 
 
 @contextmanager
@@ -179,9 +206,7 @@ def _clearing_gradients_on_error(optimizer: DistributedOptimizer) -> Iterator[No
         raise
 
 
-def _result(
-    agreed: _Agreed, told: Told, num_samples: int, loss_scale: float | None, mesh: DeviceMesh
-) -> StepResult:
+def _result(agreed: _Agreed, told: Told, num_samples: int, mesh: DeviceMesh) -> StepResult:
     """Of a step that is not skipped, with this number of samples."""
     _, *zeros = agreed.measures
     loss, *auxiliary = (total / mesh.size() / agreed.grad_divisor for total in agreed.loss_sums)
@@ -191,7 +216,6 @@ def _result(
         is_skipped=False,
         bad_ranks=(),
         votes=agreed.votes,
-        loss_scale=loss_scale,
         num_zeros=int(zeros[0]) if zeros else None,
         num_samples=num_samples,
         is_masked=agreed.is_masked,

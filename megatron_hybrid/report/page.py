@@ -195,11 +195,20 @@ def _event_row(event: Event, kind: EventKind) -> EventRow:
     if kind is EventKind.DAMAGED:
         iteration = iteration_of(texts["folder"])
     if kind is EventKind.RESUME and not texts["folder"]:
-        detail = "from the beginning"
+        detail = _without_checkpoint(event)
     is_first_start = kind is EventKind.RESUME and not iteration
     if is_first_start or (kind is EventKind.EXIT and event.get("code") == 0):
         mark = ""
     return EventRow(event.get("time"), what, iteration, rank, detail.format_map(texts), mark)
+
+
+def _without_checkpoint(event: Event) -> str:
+    """The detail of a resume that loaded none."""
+    time, failed_at = event.get("time"), event.get("failed_at")
+    if not isinstance(time, float | int) or not isinstance(failed_at, float | int):
+        return "from the beginning"
+    seconds = max(0.0, time - failed_at)
+    return f"from the kept host state, {seconds:.1f} s after the failure; no step was lost"
 
 
 def start_rows(sessions: Sequence[Session], *, is_running: bool) -> list[tuple[object, ...]]:

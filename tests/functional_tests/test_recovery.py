@@ -179,6 +179,28 @@ def test_the_time_from_a_death_to_the_next_step_is_that_of_a_start(killed):
         assert min(recovery.seconds) >= 0
 
 
+@pytest.mark.wide
+def test_with_a_kept_host_state_the_killed_job_loses_no_step(whole, tmp_path):
+    job = Job(tmp_path / "kept")
+    kills = [
+        # In the updates that the optimizer's lanes carry out, or soon after.
+        "kill:restart=0,rank=1,step=4,at=step,delay=0.002",
+        "kill:restart=1,rank=0,step=7,at=backward",
+        "kill-in-save:restart=2,rank=0,step=10",
+    ]
+    flags = [*FLAGS, "--keep-host-state", "--inject", *kills]
+    assert run(job, torchrun("--max-restarts", "3"), *flags) == 0, job.log
+    _, *resumed = job.events("resume")
+    assert [event["checkpoint"] for event in resumed] == 3 * [None]
+    first, second, third = (event["iteration"] for event in resumed)
+    assert 3 <= first < 7
+    assert (second, third >= 10) == (6, True)
+    deaths = [event["time"] for event in job.events("inject")]
+    for event, death in zip(resumed, deaths, strict=True):
+        assert death <= event["failed_at"] + 1 <= event["time"] + 1, "up to the clock's steps"
+    assert_goes_the_way_of(job, whole)
+
+
 # Hangs.
 
 HANG = "hang:rank=1,step=5"

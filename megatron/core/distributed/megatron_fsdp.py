@@ -27,6 +27,7 @@ from megatron.core.distributed.fsdp.precision import MixedPrecisionPolicy, Offlo
 from megatron.core.distributed.tensor import divide_tensor
 from megatron.core.distributed.units import Unit, units_of
 from megatron.core.dtypes import DTYPES
+from megatron.core.host_keeper import KeptMemory
 from megatron.core.mesh import (
     CONTEXT_AXIS,
     EXPERT_AXIS,
@@ -69,6 +70,7 @@ def shard_model(
     main_params_dtype: torch.dtype = torch.float32,
     offloaded: Collection[str] = (),
     pins_main_weights: bool = False,
+    kept: KeptMemory | None = None,
 ) -> None:
     """Shards `model` in place: one module for each mixture's experts, one for each layer without
     these, one for what remains (embedding, head). With expert parallelism, experts are divided over
@@ -86,6 +88,7 @@ def shard_model(
         offloaded: names of the units whose main weights are in host memory from the start; see
             `units_of`.
         pins_main_weights: whether those are in page-locked memory.
+        kept: where their memory comes from, if it is to survive the process.
     """
     num_ranks = mesh.size()
     shardings = shardings_of(model, config, num_ranks)
@@ -122,7 +125,7 @@ def shard_model(
                 reshard_after_forward=(
                     config.megatron_fsdp_reshard_after_forward and unit.module is not model
                 ),
-                offload_policy=OffloadPolicy(unit.name in offloaded, pins_main_weights),
+                offload_policy=OffloadPolicy(unit.name in offloaded, pins_main_weights, kept),
             )
 
     if expert_mesh is not None:

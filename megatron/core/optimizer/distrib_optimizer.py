@@ -10,7 +10,7 @@ same coefficient unscales the gradients; reported norms are of unscaled gradient
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any, Protocol
 
@@ -20,6 +20,7 @@ from torch import nn
 from megatron.core.distributed.fsdp.optimizer_hooks import fully_shard_optimizer
 from megatron.core.distributed.fsdp.parameter_group import group_of
 from megatron.core.distributed.units import expert_units, units_of
+from megatron.core.host_keeper import KeptMemory
 from megatron.core.lane_timings import LaneTimings
 from megatron.core.optimizer.clip_grads import (
     clip_coefficient,
@@ -30,6 +31,7 @@ from megatron.core.optimizer.config import OptimizerConfig
 from megatron.core.optimizer.cpu_offloading.device_side import step_scaled
 from megatron.core.optimizer.cpu_offloading.groups import OffloadGroup, build_plan, groups_of
 from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDeviceOptimizer
+from megatron.core.optimizer.cpu_offloading.kept_updates import Landed
 from megatron.core.optimizer.cpu_offloading.plan import OffloadPlan
 from megatron.core.optimizer.loss_scaler import LossScaler, build_loss_scaler
 from megatron.core.optimizer.planning_optimizer import PlanningOptimizer
@@ -170,18 +172,35 @@ class DistributedOptimizer:
         if self.loss_scaler is not None:
             self.loss_scaler = self.loss_scaler.after(found_inf=not is_finite)
         if is_finite:
-            self._step_scaled(grad_norm, loss_scale * grad_divisor, planned)
+            self._step_scaled(self._grad_scale(grad_norm, loss_scale * grad_divisor), planned)
         return is_finite
 
-    def _step_scaled(self, grad_norm: float, divisor: float, planned: PlannedStep | None) -> None:
-        """Steps with gradients that are `divisor` times too large."""
+    def finish_step(
+        self, number: int, landed: Sequence[Landed], grad_norm: float, *, grad_divisor: float = 1.0
+    ) -> None:
+        """As `step`, but finishes the step of an earlier process in kept memory.
+
+        Args:
+            number, landed: see `HybridDeviceOptimizer.finish_step`.
+        """
+        assert isinstance(self.optimizer, HybridDeviceOptimizer), "only it has kept memory"
+        loss_scale, is_finite = self.loss_scale, math.isfinite(grad_norm)
+        if self.loss_scaler is not None:
+            self.loss_scaler = self.loss_scaler.after(found_inf=not is_finite)
+        scale = self._grad_scale(grad_norm, loss_scale * grad_divisor) if is_finite else None
+        self.optimizer.finish_step(number, landed, scale)
+
+    def _grad_scale(self, grad_norm: float, divisor: float) -> float:
+        """The factor of gradients that are `divisor` times too large."""
         # In fp64: our kernels round the factor once, to fp32.
         scale = 1.0
         if self._clip_grad > 0:
             norm = torch.tensor(grad_norm, dtype=torch.float64)
             scale = float(clip_coefficient(norm, self._clip_grad))
-        scale /= divisor
+        return scale / divisor
 
+    def _step_scaled(self, scale: float, planned: PlannedStep | None) -> None:
+        """Steps with gradients that are multiplied with a factor."""
         # Where the optimizer takes a factor, gradients are left as they are: that saves a pass.
         if planned is not None:
             planned(grad_scale=scale)
@@ -241,6 +260,7 @@ def build_optimizer(
     *,
     scales_loss: bool = False,
     records_timings: bool = False,
+    kept: KeptMemory | None = None,
 ) -> DistributedOptimizer:
     """The optimizer that `config` names over `model`'s parameters, sharded already.
 
@@ -250,6 +270,8 @@ def build_optimizer(
         scales_loss: whether the model computes in fp16.
         records_timings: whether an offloaded optimizer records timings for
             `DistributedOptimizer.timings`.
+        kept: where the host memory of an offloaded optimizer comes from, if it is to survive the
+            process.
 
     Raises:
         ConfigError: for an implementation that is not installed, or not for these parameters.
@@ -263,7 +285,7 @@ def build_optimizer(
 
     optimizer: torch.optim.Optimizer
     if config.optimizer_cpu_offload:
-        optimizer = _build_hybrid(model, groups, config, lr, num_local_ranks, records_timings)
+        optimizer = _build_hybrid(model, groups, config, lr, num_local_ranks, records_timings, kept)
     elif choice == "native":
         optimizer = RuleOptimizer(
             groups,
@@ -333,6 +355,7 @@ def _build_hybrid(
     lr: float,
     num_local_ranks: int,
     records_timings: bool,
+    kept: KeptMemory | None,
 ) -> HybridDeviceOptimizer:
     has_lanes, in_backward, in_forward = config.overlap.value
     return HybridDeviceOptimizer(
@@ -351,6 +374,7 @@ def _build_hybrid(
         rule=rule_of(config),
         update_on_device=config.update_on_device,
         early_update_bytes=config.early_update_bytes,
+        kept=kept,
         lr=lr,
         **options_of(config),
     )

@@ -73,6 +73,18 @@ class RunData(NamedTuple):
                 f"Expected progress.iteration in {source} to be that of {name}, got {iteration}."
             )
 
+        return cls.of(flags, own, state, info, source)
+
+    @classmethod
+    def of(
+        cls,
+        flags: CheckpointConfig,
+        own: LRScheduleConfig,
+        state: RunState,
+        info: RecoverInfo,
+        source: str,
+    ) -> RunData:
+        """Checks data without changing `state`. Raises as `read`."""
         schedule = _schedule(own, state.schedule, info, source)
         scaler = state.optimizer.loss_scaler
         if flags.load_optim:

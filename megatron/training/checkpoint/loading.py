@@ -68,6 +68,7 @@ from megatron.training.checkpoint.load_extras import (
 )
 from megatron.training.checkpoint.run_info import RecoverInfo, no_run_error
 from megatron.training.checkpoint.run_state import RunState, named_checkpoint, place_of
+from megatron.training.step import StepResult
 
 logger = logging.getLogger(__name__)
 
@@ -77,17 +78,19 @@ _LEAVE_OUT = ("load_optim", "load_rng", "load_skip_keys")
 
 
 class Loaded(NamedTuple):
-    """A checkpoint that was loaded.
+    """A checkpoint that was loaded, or a kept host state that was restored.
 
     Attributes:
-        path: the checkpoint's path.
+        path: the checkpoint's path; None for a kept host state.
         info: the plain data of its run; None if only weights were requested.
         damaged: paths of newer checkpoints that were skipped as damaged.
+        unreported: see `Restored`.
     """
 
-    path: str
+    path: str | None
     info: RecoverInfo | None
     damaged: list[str]
+    unreported: StepResult | None = None
 
 
 def load_run(

@@ -25,6 +25,7 @@ from megatron.core.dist_checkpointing.store import latest_iteration, open_store
 from megatron.core.optimizer.lr_schedule import LRScheduleConfig
 from megatron.core.options import ConfigError, options_of
 from megatron.training.checkpoint.dcp_import import load_dcp
+from megatron.training.checkpoint.kept_state import KeptState
 from megatron.training.checkpoint.loading import Loaded, load_run
 from megatron.training.checkpoint.run_info import RecoverInfo
 from megatron.training.checkpoint.run_state import (
@@ -57,10 +58,11 @@ class Resumer:
         self._events = events
         self._restart_count = restart_count
 
-    def load(self, engine: ModuleEngine) -> Loaded | None:
+    def load(self, engine: ModuleEngine, kept: KeptState | None = None) -> Loaded | None:
         """Loads the state from which the run resumes.
 
-        With `--recover-mode` on or auto, that is the newest intact checkpoint in the directory of
+        That is the kept host state, if the engine was built with it. Otherwise, with
+        `--recover-mode` on or auto, it is the newest intact checkpoint in the directory of
         `--save`. Without any, or with off, `--load` and its flags choose.
 
         Returns:
@@ -77,9 +79,13 @@ class Resumer:
             **on_first_rank(lambda: vars(self._earlier_findings()), "reading the event log")
         )
 
-        flags, resumes = self._flags(known)
+        restored = None if kept is None or not kept.memory.is_restored else kept.restore()
+        flags, resumes = (None, False) if restored is not None else self._flags(known)
         loaded = None
-        if flags is not None:
+        if restored is not None:
+            loaded = Loaded(None, restored.info, [], restored.unreported)
+            logger.info("continuing from the kept host state: no step is lost")
+        elif flags is not None:
             loaded = load_run(
                 flags,
                 self._config.schedule,
@@ -107,6 +113,7 @@ class Resumer:
             checkpoint=None if loaded is None else loaded.path,
             seconds=time.monotonic() - start,
             world_size=dist.get_world_size(),
+            failed_at=None if restored is None else restored.failed_at,
         )
         return loaded
 

@@ -24,7 +24,7 @@ from megatron.core.dist_checkpointing.agreement import on_all_ranks, on_first_ra
 from megatron.core.dist_checkpointing.config import FSDP_DTENSOR
 from megatron.core.dist_checkpointing.errors import CheckpointError
 from megatron.core.dist_checkpointing.save.manager import CheckpointManager, Retention
-from megatron.core.dist_checkpointing.store import Store, open_store
+from megatron.core.dist_checkpointing.store import Store, open_store, published_iterations
 from megatron.core.dtypes import DTYPES
 from megatron.core.timeline import NO_TIMELINE, AnyTimeline
 from megatron.core.trace_file import CHECKPOINT
@@ -166,6 +166,18 @@ class Saver:
         """
         seconds = max(self._save_seconds[-3:], default=None)
         return 2 * seconds if seconds is not None and self.is_saving else seconds
+
+    def is_published(self, iteration: int) -> bool:
+        """Returns whether the iteration has a checkpoint in `--save`. All ranks call it together.
+
+        Raises:
+            CheckpointError: on all ranks, if the directory could not be read.
+        """
+        save = self._config.checkpoint.save
+        return save is not None and on_first_rank(
+            lambda: iteration in published_iterations(open_store(save)),
+            f"looking for checkpoints in {save}",
+        )
 
     def take_failure(self) -> bool:
         """Returns whether a save has failed since the last call."""

@@ -167,6 +167,15 @@ def test_the_rank_of_an_event_is_the_lost_rank_rather_than_its_witness(run):
     assert (ranks["rank lost"], ranks["hang"]) == ("3", "\u2013")
 
 
+def test_a_resume_without_a_checkpoint_is_from_the_kept_host_state_or_the_beginning(run):
+    run.start()
+    run.write("resume", iteration=0, checkpoint=None, failed_at=None)
+    run.write("resume", iteration=7, checkpoint=None, failed_at=run.now - 2.5)
+    details = {row[2]: row[4] for row in page_of(run).rows if len(row) > 4 and row[1] == "resume"}
+    assert "2.5" not in details["0"]
+    assert "2.5 s" in details["7"]
+
+
 def test_starts_are_by_the_launcher_or_by_hand(run):
     for restart in (0, 1, 0):
         run.start(restart=restart)

@@ -62,7 +62,7 @@ class Wired:
         self.made["resumer"] = named
         return SimpleNamespace(load=self._load, prepare_folder=self._prepare_folder)
 
-    def _load(self, engine: FakeEngine) -> Loaded | None:
+    def _load(self, engine: FakeEngine, _kept: object) -> Loaded | None:
         self.calls.append("load")
         if self.loaded is not None and self.loaded.info is not None:
             vars(engine.state.step_info).update(vars(self.loaded.info.step_info))

@@ -378,6 +378,8 @@ def _fill(
     for parameter in owned:
         module, name = parameter.owners[0]
         group, index = places[id(module), name]
+        if group.is_restored:
+            continue
         if not parameter.original.is_meta:
             _set_values(group, index, parameter.original)
         elif not callable(getattr(module, "reset_parameters", None)):
@@ -389,7 +391,8 @@ def _fill(
             _draw(module, owned, places, construction)
 
     for group in groups if is_filled else ():
-        group.keep_initial_sample()
+        if not group.is_restored:
+            group.keep_initial_sample()
     for parameter in owned:
         _leave_original(parameter, places)
     return is_filled
@@ -422,6 +425,8 @@ def _draw(
 
 
 def _set_values(group: FsdpParameterGroup, index: int, whole: torch.Tensor) -> None:
+    if group.is_restored:
+        return  # a module's parameters are drawn together, also for other groups
     group.main_weight.copy_from(index, whole)
     group.sample_initial_weight(whole)
 

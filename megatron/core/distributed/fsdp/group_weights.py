@@ -155,8 +155,10 @@ class WeightBuffers(NamedTuple):
 
 
 def _host_buffer(plan: GroupPlan, mesh: DeviceMesh, device: Device) -> DBuffer:
-    is_pinned = plan.offload.pin_memory
-    slab = HostSlab(plan.main_nbytes, device, is_pinned=is_pinned, purpose="main weights")
+    is_pinned, kept = plan.offload.pin_memory, plan.offload.kept
+    slab = HostSlab(
+        plan.main_nbytes, device, is_pinned=is_pinned, purpose="main weights", kept=kept
+    )
     flat = slab.tensor(0, plan.optimizer_numel, plan.main_dtype)
     return DBuffer.from_local(flat, mesh, plan.placements.optimizer, plan.layout)
 

@@ -139,6 +139,8 @@ class FsdpParameterGroup:
         timeline: is shown gathers, reductions, and waits for them.
         is_on_host: whether the main weights are in host memory, apart from any compute weights.
         codes: how main weights become codes; None where compute weights have their own dtype.
+        is_restored: whether the main weights are the ones of an earlier process, and must not be
+            initialized.
         layout: of all buffers.
         fsdp_parameters: in the order of the layout's tensors.
     """
@@ -170,6 +172,8 @@ class FsdpParameterGroup:
         self.layout = plan.layout
         self._device = device
         self.is_on_host = plan.is_on_host
+        kept = plan.offload.kept
+        self.is_restored = plan.is_on_host and kept is not None and kept.is_restored
 
         self.phase = MemoryPhase.SHARDED
         self._reserved: Event | None = None  # after which the reserved memory may be written to

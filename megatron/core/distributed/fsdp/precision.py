@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from megatron.core.host_keeper import KeptMemory
+
 _FLOATING = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -111,7 +113,10 @@ class OffloadPolicy:
             copies the compute weights to the device.
         pin_memory: they are in page-locked memory: for an optimizer that streams them through the
             device.
+        kept: where their memory comes from, if it is to survive the process. If it does so with
+            its contents, they are not initialized.
     """
 
     main_weights_on_host: bool = False
     pin_memory: bool = False
+    kept: KeptMemory | None = None

@@ -175,7 +175,9 @@ class BothSides:
         early_nbytes = self._settings.early_update_bytes - self.host_side.early_nbytes
         allocator = HostAllocator(self.device, buckets, self._settings, early_nbytes)
         mesh = mesh_of(new)
-        check_memory_on_all_ranks(allocator.needs, self._settings.num_local_ranks, mesh)
+        kept = self._settings.kept
+        if kept is None or not kept.is_restored:  # memory that is there is not needed again
+            check_memory_on_all_ranks(allocator.needs, self._settings.num_local_ranks, mesh)
 
         # The device side first: if it rejects parameters, the host's groups must not have moved.
         self.device_side.add(on_device, optimizer.param_groups)

@@ -205,6 +205,17 @@ class Bucket(ABC):
         """Whether the gradients of a step are in `grad` already."""
         return False
 
+    def land(
+        self, lane: Lane, gradients: Sequence[tuple[Slot, torch.Tensor]], now: Event
+    ) -> list[Event]:
+        """Fetches the gradients of the coming step, unless they have been. Returns the events after
+        which they are in `grad`.
+
+        Args:
+            now: after which they may be read.
+        """
+        raise NotImplementedError("Only FSDP groups' gradients can be fetched before a step.")
+
     @abstractmethod
     def fetch(self, gradients: Sequence[tuple[Slot, torch.Tensor]]) -> None:
         """Copies the gradients of a step into `grad`, unless they are there already."""
@@ -321,6 +332,7 @@ class FsdpBucket(Bucket):
         self._gradients = gradients
         self._indices = sorted(group.index_of(parameter) for parameter in stepped)
         self._fetched: int | None = None  # main_versions of the gradients in `grad`
+        self._landed: Event | None = None  # after which they are there
         self._owner: weakref.ref[object] | None = None
         # A parameter without a shard is read without a call that this project sees.
         self.is_watched = any(sharded_axes(group.placements.optimizer))
@@ -394,6 +406,7 @@ class FsdpBucket(Bucket):
             timed = timings.coming.timed(D2H, fetch, bucket.grad.nbytes, bucket.name)
             bucket.expire_early()  # of an earlier backward, without a step since
             fetched = bucket.queue_fetch(lane, timed, [reduced])
+            bucket._landed = fetched
             begin_early(fetched)
             return fetched
 
@@ -412,6 +425,17 @@ class FsdpBucket(Bucket):
 
     def is_fetched(self, gradients: Sequence[tuple[Slot, torch.Tensor]]) -> bool:
         return not self._assigned(gradients) and self._fetched == self._main_versions()
+
+    def land(
+        self, lane: Lane, gradients: Sequence[tuple[Slot, torch.Tensor]], now: Event
+    ) -> list[Event]:
+        if self._assigned(gradients):
+            raise NotImplementedError(f"Gradients of {self.name} were assigned by a caller.")
+        if self._landed is not None:
+            self._landed.synchronize()
+        if not self.is_fetched(gradients):
+            self._landed = self.queue_fetch(lane, self.fetch_early, [now])
+        return [] if self._landed is None else [self._landed]
 
     def fetch(self, gradients: Sequence[tuple[Slot, torch.Tensor]]) -> None:
         others = self._assigned(gradients)

@@ -229,6 +229,7 @@ class HostAllocator:
             early_nbytes: bytes that early updates may take in addition.
         """
         self._device = device
+        self._kept = settings.kept
         self._slabs: dict[str, HostSlab] = {}
         self._numbers = {id(bucket): number for number, bucket in enumerate(buckets)}
 
@@ -273,7 +274,7 @@ class HostAllocator:
         return self._layout.early_nbytes
 
     def allocate(self) -> None:
-        """Makes the slabs, which are zero.
+        """Makes the slabs, which are zero, unless an earlier process's are restored.
 
         Raises:
             HostMemoryError, PinError: as `HostSlab` does; all slabs are freed and unpinned then.
@@ -281,7 +282,10 @@ class HostAllocator:
         try:
             for purpose, builder in self._layout.builders.items():
                 self._slabs[purpose] = builder.build(
-                    self._device, is_pinned=self._layout.pins[purpose], purpose=purpose
+                    self._device,
+                    is_pinned=self._layout.pins[purpose],
+                    purpose=purpose,
+                    kept=self._kept,
                 )
         except BaseException:
             # The traceback keeps this allocator alive, and a caller that catches the error, to try

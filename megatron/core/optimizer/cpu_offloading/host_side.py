@@ -38,6 +38,7 @@ from megatron.core.optimizer.cpu_offloading.executors import (
 )
 from megatron.core.optimizer.cpu_offloading.host_layout import HostAllocator
 from megatron.core.optimizer.cpu_offloading.hybrid_settings import HybridSettings
+from megatron.core.optimizer.cpu_offloading.kept_updates import KeptUpdates, Landed
 from megatron.core.optimizer.cpu_offloading.streamed_pass import (
     NUM_SLOTS,
     SlotSize,
@@ -53,6 +54,7 @@ from megatron.core.optimizer.matrix_pass import (
     matrix_rows_of,
 )
 from megatron.core.optimizer.rules import UpdateRule
+from megatron.core.optimizer.state_tensors import STEP
 from megatron.core.optimizer.state_units import StateUnit
 from megatron.core.optimizer.step_inputs import IDENTITIES, gradient_of
 
@@ -147,6 +149,7 @@ class HostSide:
         self._places: dict[int, tuple[Executor, int]] = {}
         self._streamed: StreamedPass | None = None
         self._early: EarlyUpdates | None = None
+        self._kept: KeptUpdates | None = None
         # Each parameter's group, as of the last step that was planned.
         self._options: Mapping[nn.Parameter, Options] = {}
         self._mesh: DeviceMesh | None = None
@@ -188,6 +191,10 @@ class HostSide:
         # `adopt` only started the copies from the device.
         self._device.event().synchronize()
 
+        if self._settings.kept is not None and added:
+            if self.executors:
+                raise RuntimeError("Kept memory has all parameters of an optimizer from the start.")
+            self._kept = KeptUpdates(self._settings.kept, self._device, buckets)
         self.executors += added
         self._mesh = self._mesh or mesh
         if self._may_stream:
@@ -282,9 +289,78 @@ class HostSide:
                 for parameter, rows in zip(group["params"], matrix_rows_of(group), strict=True)
             }
         planned = [self._plan(executor, gradients) for executor in self.executors]
+        kept, kernel = self._kept, self._kernel
+        if kept is not None and kernel is not None:
+            planned = [
+                step and step._replace(start=partial(kept.start, kernel, number, step.pieces))
+                for number, step in enumerate(planned)
+            ]
         steps = [step for step in planned if step is not None]
         matrices = [matrix for step in steps for matrix in step.matrices]
         return HostStep(steps, self._matrix_pass.plan(matrices))
+
+    # Kept memory
+
+    def land(self) -> list[Landed]:
+        """See `HybridDeviceOptimizer.land`."""
+        for bucket in self.buckets:
+            # Updates of buckets that have no gradient this time, too.
+            for event in bucket.updates():
+                event.synchronize()
+        now = self._device.event()
+        fetched, found = [], []
+        for executor in self.executors:
+            slots = executor.bucket.slots
+            gradients = {
+                number: (slot, gradient)
+                for number, slot in enumerate(slots)
+                if (gradient := gradient_of(slot.parameter, False)) is not None
+            }
+            if gradients:
+                fetched += executor.bucket.land(self.lanes.d2h, list(gradients.values()), now)
+            counts = [int(executor.states(number)[STEP]) for number in range(len(slots))]
+            found.append(Landed(counts, list(gradients)))
+        for event in fetched:
+            event.synchronize()
+        return found
+
+    def number_step(self, number: int) -> None:
+        """See `HybridDeviceOptimizer.number_step`."""
+        assert self._kept is not None, "only with kept memory"
+        self._kept.step = number
+
+    def finish_step(
+        self,
+        number: int,
+        landed: Sequence[Landed],
+        options: Mapping[nn.Parameter, Options],
+        grad_scale: float | None,
+    ) -> None:
+        """See `HybridDeviceOptimizer.finish_step`."""
+        kept, kernel = self._kept, self._kernel
+        assert kept is not None, "only with kept memory"
+        assert kernel is not None, "kept memory needs a rule"
+        kept.step = number
+        steps: dict[int, BucketStep] = {}
+        for place, (executor, own) in enumerate(zip(self.executors, landed, strict=True)):
+            bucket = executor.bucket
+            for index, count in enumerate(own.counts):
+                executor.states(index)[STEP].fill_(count)
+            if grad_scale is not None and own.stepped:
+                slots = [(index, bucket.slots[index]) for index in own.stepped]
+                step = executor.prepare(
+                    [
+                        Stepped(index, slot, slot.of(bucket.grad), options[slot.parameter])
+                        for index, slot in slots
+                    ]
+                )
+                step.begin()
+                steps[place] = step
+        if grad_scale is not None:
+            pieces = {place: step.pieces for place, step in steps.items()}
+            kept.finish(kernel, pieces, grad_scale)
+        for bucket in self.buckets:
+            bucket.reload()
 
     def _plan(
         self, executor: Executor, gradients: Mapping[nn.Parameter, torch.Tensor | None]

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from types import FrameType
 from typing import Any, NamedTuple, NoReturn
 
@@ -22,11 +22,13 @@ import torch
 from torch import nn
 
 from megatron.core.dtensors import check_whole
+from megatron.core.host_keeper import KeptMemory
 from megatron.core.lane_timings import LaneTimings
 from megatron.core.optimizer.config import DEFAULT_OPTIMIZER_FRACTION, Overlap
 from megatron.core.optimizer.cpu_offloading.both_sides import BothSides, options_of
 from megatron.core.optimizer.cpu_offloading.host_side import HostStep
 from megatron.core.optimizer.cpu_offloading.hybrid_settings import HybridSettings, updaters_of
+from megatron.core.optimizer.cpu_offloading.kept_updates import Landed
 from megatron.core.optimizer.cpu_offloading.plan import OffloadPlan
 from megatron.core.optimizer.kernels.piece import check_grad_scale
 from megatron.core.optimizer.planning_optimizer import PlanningOptimizer
@@ -113,6 +115,9 @@ class HybridDeviceOptimizer(PlanningOptimizer):
             `expect_grad_scale` was called, and otherwise repeats them; see early_updates.py. No bit
             changes. 0: none. Needs `fetch_during_backward`, and AdamW or another elementwise rule,
             but not Muon.
+        kept: where host memory comes from, if it is to survive the process; see `land` and
+            `finish_step`. Needs a rule, FSDP groups whose main weights are there too
+            (`OffloadPolicy.kept`), and neither early updates nor updates on the device.
         kwargs: options of the rule or the optimizer classes: lr, betas, weight_decay. Classes other
             than AdamW allocate their states outside the slabs, and these are not counted.
 
@@ -152,6 +157,7 @@ class HybridDeviceOptimizer(PlanningOptimizer):
         rule: UpdateRule | None = None,
         update_on_device: float | None = 0.0,
         early_update_bytes: int = 0,
+        kept: KeptMemory | None = None,
         **kwargs: Any,
     ) -> None:
         overlaps = (overlap_cpu_optimizer_d2h_h2d, fetch_during_backward, overlap_step_with_forward)
@@ -175,6 +181,7 @@ class HybridDeviceOptimizer(PlanningOptimizer):
             records_timings=records_timings,
             update_on_device=update_on_device,
             early_update_bytes=early_update_bytes,
+            kept=kept,
         )
         settings.check()
         super().__init__(params, settings.common_defaults())
@@ -281,6 +288,34 @@ class HybridDeviceOptimizer(PlanningOptimizer):
         self._sides.device_side.step(grad_scale, planned.on_device)
         self._sides.host_side.step(planned.on_host, grad_scale, now)
         return loss
+
+    def land(self) -> list[Landed]:
+        """Waits until the gradients of the coming step are in host memory, where they stay until
+        their buckets have been updated. Returns what `finish_step` needs besides them.
+
+        Only with kept memory.
+        """
+        self._adopt_parameters()
+        return self._sides.host_side.land()
+
+    def number_step(self, number: int) -> None:
+        """Numbers the coming step for kept memory: more than 0, and more than the one before."""
+        self._sides.host_side.number_step(number)
+
+    @torch.no_grad()
+    def finish_step(self, number: int, landed: Sequence[Landed], grad_scale: float | None) -> None:
+        """Takes over kept memory from an earlier process, and finishes its last step.
+
+        Args:
+            number: of the step.
+            landed: what `land` returned before it.
+            grad_scale: the factor of the gradients; None: the step was skipped.
+        """
+        self._adopt_parameters()
+        self._is_started = True
+        self._revision += 1
+        options = options_of(self.param_groups)
+        self._sides.host_side.finish_step(number, landed, options, grad_scale)
 
     def expect_grad_scale(self, grad_scale: float) -> None:
         self._sides.host_side.expect_grad_scale(grad_scale)

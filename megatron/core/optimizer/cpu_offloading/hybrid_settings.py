@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from megatron.core.host_keeper import KeptMemory
 from megatron.core.optimizer.config import Overlap
 from megatron.core.optimizer.fused_adam import FusedAdam
 from megatron.core.optimizer.rules import IMPLEMENTATIONS, Adam, ElementwiseRule, UpdateRule
@@ -139,6 +140,7 @@ class HybridSettings(NamedTuple):
     records_timings: bool
     update_on_device: float | None
     early_update_bytes: int
+    kept: KeptMemory | None
 
     @property
     def pins_states(self) -> bool:
@@ -183,6 +185,13 @@ class HybridSettings(NamedTuple):
                 "Expected an elementwise rule on the host, fetch_during_backward, and gradients in "
                 f".grad with early_update_bytes={self.early_update_bytes}, got {self.host.name}, "
                 f"{self.overlap}, use_decoupled_grad={self.use_decoupled_grad}."
+            )
+        if self.kept is not None and (
+            fraction != 0 or self.early_update_bytes or self.host.rule is None
+        ):
+            raise ValueError(
+                "Expected a rule on the host, update_on_device=0 and early_update_bytes=0 with "
+                f"kept memory, got {self.host.name}, {fraction} and {self.early_update_bytes}."
             )
         if self.use_decoupled_grad and len(rules) < 2:
             raise NotImplementedError(

@@ -20,11 +20,12 @@
 
 namespace {
 
-constexpr int kTile = 64;                   // elements that are computed together
+constexpr int kTile = 64;                   // elements that are prefetched and streamed together
 constexpr int64_t kPrefetch = 512;          // elements ahead of which memory is asked for
 constexpr int kRow = 1024;                  // elements whose squares are added first
 constexpr int64_t kMinChunk = 16 * 1024;    // elements a thread takes at a time, at least
 constexpr int64_t kMaxChunk = 128 * 1024;   // and at most; both multiples of kRow
+constexpr int64_t kSlotHeader = 8;          // numbers before the old values of a row
 
 enum Type : int32_t { kNone = 0, kFp32 = 1, kBf16 = 2, kFp16 = 3, kSplit = 4 };
 
@@ -42,6 +43,8 @@ struct Scalars {
   int32_t lerp_from_grad;
 };
 
+struct TileLog;
+
 struct Arrays {
   const void* grad;
   void* weight;
@@ -55,6 +58,7 @@ struct Arrays {
   Type grad_type, weight_type, moment_type, out_type;
   int32_t stream;        // set here: whether `out` is written past the caches
   int32_t streams_undo;  // the same of old values
+  TileLog* log;          // set here; null: a killed process leaves any elements half written
 
   inline __attribute__((always_inline)) void advance(int64_t numel);
 };
@@ -65,6 +69,16 @@ struct HostAdamPiece {
   Arrays arrays;
   Scalars scalars;
   int64_t numel;
+  int64_t* counters;  // with a log: elements that are done of each of the piece's chunks
+};
+
+// Where old values are kept of tiles that are being updated, and numbers that say which; kept_updates.py restores them.
+struct HostAdamLog {
+  char* slots;          // two for each thread: a header, and room for four tiles of fp32
+  int64_t slot_bytes;
+  int64_t chunk;        // elements of a chunk
+  int64_t* counters;    // of the bucket's first chunk
+  int64_t step, bucket;
 };
 
 namespace {
@@ -73,20 +87,6 @@ constexpr int64_t size_of(Type type) { return type == kFp32 ? 4 : type == kNone 
 
 template <Type T> struct Raw { using type = uint16_t; };
 template <> struct Raw<kFp32> { using type = uint32_t; };
-
-inline __attribute__((always_inline)) uint32_t as_bits(float value) {
-  uint32_t bits;
-  __builtin_memcpy(&bits, &value, 4);
-  return bits;
-}
-
-inline __attribute__((always_inline)) float as_float(uint32_t bits) {
-  float value;
-  __builtin_memcpy(&value, &bits, 4);
-  return value;
-}
-
-inline __attribute__((always_inline)) bool is_nan(uint32_t bits) { return (bits & 0x7fffffffu) > 0x7f800000u; }
 
 void Arrays::advance(int64_t numel) {
   grad = static_cast<const char*>(grad) + numel * size_of(grad_type);
@@ -139,6 +139,70 @@ inline __attribute__((always_inline)) float fma_in_fp64(float a, float b, float 
   return static_cast<float>(odd);
 }
 
+template <class Floats>
+inline __attribute__((always_inline)) Floats fma_lanes(Floats a, Floats b, Floats c) {
+  Floats result;
+  for (int lane = 0; lane < 4; ++lane) {
+#if defined(__FP_FAST_FMAF)
+    result[lane] = __builtin_fmaf(a[lane], b[lane], c[lane]);
+#else
+    result[lane] = fma_in_fp64(a[lane], b[lane], c[lane]);
+#endif
+  }
+  return result;
+}
+
+template <class Floats>
+inline __attribute__((always_inline)) Floats sqrt_lanes(Floats values) {
+  for (int lane = 0; lane < 4; ++lane) values[lane] = __builtin_sqrtf(values[lane]);
+  return values;
+}
+
+// Old values of the tile that a thread updates, so that a process that is killed leaves no element whose old or new value
+// is unknown. A thread has two slots, which stay in the first cache: while it updates a tile, it fills the other slot with
+// the next tile's. A killed thread has made its stores up to some place of the program, so that only the compiler must
+// keep their order.
+struct TileLog {
+  int64_t* slot;  // of the coming tile
+  int64_t* next;
+  int64_t* counter;  // elements of the chunk that are done
+  int64_t step, start;
+  bool keeps_grad;  // `out` lies over it
+
+  // Before old values are written to a slot, which is not valid meanwhile.
+  static inline __attribute__((always_inline)) void invalidate(int64_t* slot) {
+    slot[0] = 0;
+    order();
+  }
+
+  // Once the coming tile's old values are in `slot`.
+  inline __attribute__((always_inline)) void commit(int64_t numel) const {
+    slot[3] = start;
+    slot[4] = numel;
+    order();
+    slot[0] = step;
+    order();
+  }
+
+  // Once the tile has been updated.
+  inline __attribute__((always_inline)) void end(int64_t numel) {
+    order();
+    start += numel;
+    *counter = start;
+    order();
+    int64_t* const before = slot;
+    slot = next;
+    next = before;
+  }
+
+  static inline __attribute__((always_inline)) void* values(int64_t* slot, int array) {
+    return reinterpret_cast<char*>(slot + kSlotHeader) + array * kTile * 4;
+  }
+
+ private:
+  static inline __attribute__((always_inline)) void order() { __atomic_signal_fence(__ATOMIC_SEQ_CST); }
+};
+
 }  // namespace
 
 #if defined(__x86_64__)
@@ -147,7 +211,9 @@ inline __attribute__((always_inline)) float fma_in_fp64(float a, float b, float 
 #define TARGET __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,prefer-vector-width=512")))
 #define STREAM(to, from) \
   _mm512_stream_si512(reinterpret_cast<__m512i*>(to), _mm512_load_si512(reinterpret_cast<const __m512i*>(from)))
-#define FMA(a, b, c) __builtin_fmaf(a, b, c)
+#define LANES 16
+#define FMA(a, b, c) reinterpret_cast<Floats>(_mm512_fmadd_ps(a, b, c))
+#define SQRT(a) reinterpret_cast<Floats>(_mm512_maskz_sqrt_ps(0xffff, a))
 #include "host_adam_body.h"
 
 #define BODY avx2
@@ -156,7 +222,9 @@ inline __attribute__((always_inline)) float fma_in_fp64(float a, float b, float 
   for (int part = 0; part < 2; ++part)                                                                              \
   _mm256_stream_si256(reinterpret_cast<__m256i*>(to) + part,                                                        \
                       _mm256_load_si256(reinterpret_cast<const __m256i*>(from) + part))
-#define FMA(a, b, c) __builtin_fmaf(a, b, c)
+#define LANES 8
+#define FMA(a, b, c) reinterpret_cast<Floats>(_mm256_fmadd_ps(a, b, c))
+#define SQRT(a) reinterpret_cast<Floats>(_mm256_sqrt_ps(a))
 #include "host_adam_body.h"
 
 #define STREAM(to, from)                                                                                            \
@@ -171,11 +239,9 @@ inline __attribute__((always_inline)) float fma_in_fp64(float a, float b, float 
 
 #define BODY baseline
 #define TARGET
-#if defined(__FP_FAST_FMAF)
-#define FMA(a, b, c) __builtin_fmaf(a, b, c)
-#else
-#define FMA(a, b, c) fma_in_fp64(a, b, c)
-#endif
+#define LANES 4
+#define FMA(a, b, c) fma_lanes<Floats>(a, b, c)
+#define SQRT(a) sqrt_lanes<Floats>(a)
 #include "host_adam_body.h"
 
 namespace {
@@ -255,7 +321,7 @@ struct Chunk {
 class Job {
  public:
   virtual ~Job() = default;
-  virtual void run(const Chunk& chunk) = 0;
+  virtual void run(const Chunk& chunk, int thread) = 0;
 
   void finish_chunk() {
     if (unfinished_.fetch_sub(1) != 1) return;
@@ -273,13 +339,18 @@ class Job {
   size_t next = 0;  // the chunk to be taken next; the pool's lock guards it
 
  protected:
-  // Cuts arrays of these lengths into chunks, several a thread where there are enough elements.
+  // The elements of a chunk: several chunks a thread where there are enough elements.
   template <class Lengths>
-  void cut(const Lengths& lengths, int num_threads) {
+  static int64_t chunk_of(const Lengths& lengths, int num_threads) {
     int64_t total = 0;
     for (int64_t numel : lengths) total += numel;
     const int64_t wanted = total / (4 * num_threads) / kRow * kRow;
-    const int64_t most = std::min(kMaxChunk, std::max(kMinChunk, wanted));
+    return std::min(kMaxChunk, std::max(kMinChunk, wanted));
+  }
+
+  // Cuts arrays of these lengths into chunks.
+  template <class Lengths>
+  void cut(const Lengths& lengths, int64_t most) {
     int64_t piece = 0;
     for (int64_t numel : lengths) {
       for (int64_t start = 0; start < numel; start += most) {
@@ -301,15 +372,17 @@ class Job {
 
 class AdamJob : public Job {
  public:
-  AdamJob(int32_t body, const HostAdamPiece* pieces, int64_t count, bool touch, int num_threads)
-      : body_(body), touch_(touch), pieces_(pieces, pieces + count) {
+  AdamJob(int32_t body, const HostAdamPiece* pieces, int64_t count, bool touch, const HostAdamLog* log, int num_threads)
+      : body_(body), touch_(touch), pieces_(pieces, pieces + count), logs_(log != nullptr) {
+    if (logs_) log_ = *log;
     std::vector<int64_t> lengths;
     for (const HostAdamPiece& piece : pieces_) lengths.push_back(piece.numel);
-    cut(lengths, num_threads);
+    cut(lengths, logs_ ? log_.chunk : chunk_of(lengths, num_threads));
   }
 
-  void run(const Chunk& chunk) override {
+  void run(const Chunk& chunk, int thread) override {
     const HostAdamPiece& piece = pieces_[chunk.piece];
+    if (logs_) return run_logged(piece, chunk, thread);
     Arrays arrays = piece.arrays;
     arrays.advance(chunk.start);
     if (touch_) touch(body_, arrays, chunk.numel);
@@ -318,19 +391,40 @@ class AdamJob : public Job {
   }
 
  private:
+  // From where the chunk's counter is.
+  void run_logged(const HostAdamPiece& piece, const Chunk& chunk, int thread) {
+    int64_t* slots[2];
+    int64_t* const counter = piece.counters + chunk.start / log_.chunk;
+    for (int k = 0; k < 2; ++k) {
+      slots[k] = reinterpret_cast<int64_t*>(log_.slots + (2 * thread + k) * log_.slot_bytes);
+      TileLog::invalidate(slots[k]);
+      slots[k][1] = log_.bucket;
+      slots[k][2] = counter - log_.counters;
+    }
+    Arrays arrays = piece.arrays;
+    TileLog log{slots[0], slots[1], counter, log_.step, *counter, arrays.out == arrays.grad};
+    arrays.advance(chunk.start + log.start);
+    arrays.log = &log;
+    adam(body_, piece.scalars, arrays, chunk.numel - log.start);
+    finish_streams();
+  }
+
   const int32_t body_;
   const bool touch_;
   const std::vector<HostAdamPiece> pieces_;
+  const bool logs_;
+  HostAdamLog log_;
 };
 
 class NormJob : public Job {
  public:
   NormJob(int32_t body, const void* array, Type type, int64_t numel, int num_threads)
       : body_(body), array_(static_cast<const char*>(array)), type_(type), row_sums_((numel + kRow - 1) / kRow) {
-    cut(std::vector<int64_t>{numel}, num_threads);
+    const std::vector<int64_t> lengths{numel};
+    cut(lengths, chunk_of(lengths, num_threads));
   }
 
-  void run(const Chunk& chunk) override {
+  void run(const Chunk& chunk, int) override {
     squares(body_, array_ + chunk.start * size_of(type_), type_, chunk.numel, &row_sums_[chunk.start / kRow]);
   }
 
@@ -350,7 +444,7 @@ class HostAdamPool {
  public:
   explicit HostAdamPool(int num_threads) {
     try {
-      for (int i = 0; i < num_threads; ++i) threads_.emplace_back([this] { work(); });
+      for (int i = 0; i < num_threads; ++i) threads_.emplace_back([this, i] { work(i); });
     } catch (...) {
       close();
       throw;
@@ -381,7 +475,7 @@ class HostAdamPool {
     for (std::thread& thread : threads_) thread.join();
   }
 
-  void work() {
+  void work(int thread) {
     keep_subnormals();
     std::unique_lock<std::mutex> lock(mutex_);
     while (true) {
@@ -391,7 +485,7 @@ class HostAdamPool {
       const Chunk& chunk = job->chunks()[job->next++];
       if (job->next == job->chunks().size()) jobs_.pop_front();
       lock.unlock();
-      job->run(chunk);
+      job->run(chunk, thread);
       job->finish_chunk();
       job.reset();
       lock.lock();
@@ -413,7 +507,7 @@ struct HostAdamTicket {
 extern "C" {
 
 // What host_adam.py expects; raised whenever a struct or a signature changes.
-int32_t host_adam_version() { return 2; }
+int32_t host_adam_version() { return 3; }
 
 int32_t host_adam_has_body(int32_t body) { return has_body(body); }
 
@@ -429,11 +523,12 @@ HostAdamPool* host_adam_pool_create(int32_t num_threads) {
 void host_adam_pool_destroy(HostAdamPool* pool) { delete pool; }
 
 // Returns at once; the arrays must stay until host_adam_wait returns. With `touch` the arrays are read and written in
-// the same pattern without the arithmetic: the ceiling that benchmarks compare with.
+// the same pattern without the arithmetic: the ceiling that benchmarks compare with. With a log, if it is not null,
+// chunks go on where their counters are, and another process can finish what this one leaves.
 HostAdamTicket* host_adam_submit(HostAdamPool* pool, int32_t body, const HostAdamPiece* pieces, int64_t count,
-                                 int32_t touch) {
+                                 int32_t touch, const HostAdamLog* log) {
   try {
-    auto job = std::make_shared<AdamJob>(body, pieces, count, touch != 0, pool->num_threads());
+    auto job = std::make_shared<AdamJob>(body, pieces, count, touch != 0, log, pool->num_threads());
     auto ticket = std::make_unique<HostAdamTicket>(HostAdamTicket{job});
     pool->submit(job);
     return ticket.release();

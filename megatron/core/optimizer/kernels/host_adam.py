@@ -29,12 +29,12 @@ from megatron.core.dtypes import FLOAT_DTYPES
 from megatron.core.local_ranks import local_world_size, num_sharing_ranks, num_usable_cores
 from megatron.core.optimizer.kernels import torch_adam
 from megatron.core.optimizer.kernels.adam import AdamScalars, AdamStep
-from megatron.core.optimizer.kernels.piece import Piece
+from megatron.core.optimizer.kernels.piece import Piece, RowLog
 
 LIBRARY = Path(__file__).with_name("libhost_adam.so")
 logger = logging.getLogger(__name__)
 
-_VERSION = 2  # of the library's structs and signatures
+_VERSION = 3  # of the library's structs and signatures
 _BODIES = {"avx512": 2, "avx2": 1, "baseline": 0}  # the fastest first
 _TYPES: dict[torch.dtype | None, int] = {
     None: 0,
@@ -65,6 +65,7 @@ class _Arrays(ctypes.Structure):
         ("out_type", ctypes.c_int32),
         ("stream", ctypes.c_int32),
         ("streams_undo", ctypes.c_int32),
+        ("log", ctypes.c_void_p),
     )
 
 
@@ -88,7 +89,25 @@ class _Scalars(ctypes.Structure):
 class _Piece(ctypes.Structure):
     """`HostPiece` of host_adam.cpp."""
 
-    _fields_ = (("arrays", _Arrays), ("scalars", _Scalars), ("numel", ctypes.c_int64))
+    _fields_ = (
+        ("arrays", _Arrays),
+        ("scalars", _Scalars),
+        ("numel", ctypes.c_int64),
+        ("counters", ctypes.c_void_p),
+    )
+
+
+class _Log(ctypes.Structure):
+    """`HostAdamLog` of host_adam.cpp."""
+
+    _fields_ = (
+        ("slots", ctypes.c_void_p),
+        ("slot_bytes", ctypes.c_int64),
+        ("chunk", ctypes.c_int64),
+        ("counters", ctypes.c_void_p),
+        ("step", ctypes.c_int64),
+        ("bucket", ctypes.c_int64),
+    )
 
 
 class HostAdam:
@@ -171,7 +190,12 @@ class HostAdam:
         self.submit(list(pieces), grad_scale).wait()
 
     def submit(
-        self, pieces: Sequence[Piece], grad_scale: float = 1.0, *, touch: bool = False
+        self,
+        pieces: Sequence[Piece],
+        grad_scale: float = 1.0,
+        *,
+        touch: bool = False,
+        log: RowLog | None = None,
     ) -> Ticket:
         """Starts `run` in the background; the torch body finishes before it returns.
 
@@ -181,6 +205,8 @@ class HostAdam:
             touch: read and write the arrays in the same pattern but do no arithmetic, which leaves
                 garbage. For benchmarks with a 16-bit gradient, a 16-bit `out` or none; the torch
                 body does not support it.
+            log: of these pieces of one bucket, without a remainder; the torch body does not support
+                it.
 
         Raises:
             As `run` does.
@@ -201,16 +227,24 @@ class HostAdam:
             torch_adam.run(pieces, grad_scale)
             return Ticket(None, (), self._process)
 
+        if log is not None and len(log.slots) < 2 * self._num_threads:
+            raise ValueError(
+                f"Expected a log of two slots for each of {self._num_threads} threads, got "
+                f"{len(log.slots)}."
+            )
         structs = (_Piece * len(pieces))(*[_described(piece, grad_scale) for piece in pieces])
+        if log is not None:
+            _add_counters(structs, log)
+        described = None if log is None else ctypes.byref(_described_log(log))
         handle = library.host_adam_submit(
-            self._pool, _BODIES[self._body], structs, len(pieces), touch
+            self._pool, _BODIES[self._body], structs, len(pieces), touch, described
         )
         if not handle:
             raise MemoryError(f"Expected memory for a job of {len(pieces)} pieces, got none.")
 
         # The threads have addresses only: the ticket keeps the pool and the arrays alive.
         wait = functools.partial(library.host_adam_wait, handle)
-        return Ticket(wait, (self, *pieces), self._process)
+        return Ticket(wait, (self, log, *pieces), self._process)
 
     def squared_norm(self, tensor: torch.Tensor) -> torch.Tensor:
         """The sum of squares of a CPU tensor of any shape, in fp32, bf16 or fp16. Scalar, fp64.
@@ -318,7 +352,11 @@ def _library(path: Path) -> ctypes.CDLL | None:
         ("host_adam_has_body", int32, [int32]),
         ("host_adam_pool_create", pointer, [int32]),
         ("host_adam_pool_destroy", None, [pointer]),
-        ("host_adam_submit", pointer, [pointer, int32, ctypes.POINTER(_Piece), int64, int32]),
+        (
+            "host_adam_submit",
+            pointer,
+            [pointer, int32, ctypes.POINTER(_Piece), int64, int32, pointer],
+        ),
         ("host_adam_wait", None, [pointer]),
         (
             "host_adam_squared_norm",
@@ -385,6 +423,25 @@ def _described(piece: Piece, grad_scale: float) -> _Piece:
         _TYPES[None if out is None else out.dtype],
     )
     return _Piece(arrays, _scalars(piece.step, grad_scale), piece.numel)
+
+
+def _described_log(log: RowLog) -> _Log:
+    return _Log(
+        log.slots.data_ptr(),
+        log.slots.stride(0),
+        log.chunk,
+        log.counters.data_ptr(),
+        log.step,
+        log.bucket,
+    )
+
+
+def _add_counters(pieces: ctypes.Array[_Piece], log: RowLog) -> None:
+    """Gives each piece the counters of its chunks, which follow those of the piece before."""
+    address = log.counters.data_ptr()
+    for piece in pieces:
+        piece.counters = address
+        address += -(-piece.numel // log.chunk) * log.counters.element_size()
 
 
 # The pieces of a step share few sets of constants.

@@ -2,163 +2,184 @@
 //   BODY         the namespace
 //   TARGET       the attribute that lets the compiler use the instruction set
 //   STREAM(d, s) copies a 64-byte line from aligned `s` to aligned `d` past the caches
-//   FMA(a, b, c) a * b + c, rounded once
+//   LANES        the floats of a vector register
+//   FMA(a, b, c) a * b + c, rounded once, of vectors
+//   SQRT(a)      square roots of a vector
 // defined. Functions of the standard library must not be called: the linker could take the copy made here for all.
 //
-// The loops are written for the compiler to vectorise: fixed length, no branches, arrays of their own. An element's
-// result depends on its values alone, so all bodies give the same bits.
+// The update is written in vectors of the compiler: loops over arrays that it would have to vectorise were half as fast.
+// An element's result depends on its values alone, so all bodies give the same bits.
 
 #define INLINE TARGET static inline __attribute__((always_inline))
 
 namespace BODY {
 
-INLINE float widen_bf16(uint16_t half) { return as_float(static_cast<uint32_t>(half) << 16); }
+// A vector register of each type.
+using Floats = float __attribute__((vector_size(4 * LANES)));
+using Words = uint32_t __attribute__((vector_size(4 * LANES)));
+using Signed = int32_t __attribute__((vector_size(4 * LANES)));
+using Halves = uint16_t __attribute__((vector_size(2 * LANES)));
+using SignedHalves = int16_t __attribute__((vector_size(2 * LANES)));
 
-// To nearest even; a NaN stays one, whatever its payload.
-INLINE uint16_t narrow_bf16(float value) {
-  const uint32_t bits = as_bits(value);
-  const uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
-  return static_cast<uint16_t>(is_nan(bits) ? 0x7fc0u : rounded);
+template <class To, class From>
+INLINE To as(From value) {
+  static_assert(sizeof(To) == sizeof(From), "the same bits");
+  To bits;
+  __builtin_memcpy(&bits, &value, sizeof(To));
+  return bits;
 }
 
-// Subnormal halves are multiples of 2^-24, the distance of floats just above 0.5: as such they are read exactly.
-INLINE float widen_fp16(uint16_t half) {
-  const uint32_t sign = static_cast<uint32_t>(half & 0x8000u) << 16;
-  const uint32_t magnitude = half & 0x7fffu;
-  const uint32_t normal = (magnitude << 13) + (magnitude >= 0x7c00u ? 0x70000000u : 0x38000000u);
-  const uint32_t subnormal = as_bits(as_float(magnitude | 0x3f000000u) - 0.5f);
-  return as_float(sign | (magnitude < 0x0400u ? subnormal : normal));
+template <class V>
+INLINE V read(const void* from) {
+  V values;
+  __builtin_memcpy(&values, from, sizeof(V));
+  return values;
+}
+
+template <class V>
+INLINE void write(void* to, V values) { __builtin_memcpy(to, &values, sizeof(V)); }
+
+// The same number in all lanes: subtracting zero keeps its sign if it is a zero.
+INLINE Floats splat(float value) { return value - Floats{}; }
+
+// All lanes' bits where a word is that of a NaN. Words without the sign compare as signed ones, which is an instruction.
+INLINE Words is_nan(Words bits) { return as<Words>(as<Signed>(bits & 0x7fffffffu) > 0x7f800000); }
+
+// Words that are bf16 numbers; they may be scalars.
+template <class F, class W>
+INLINE F widen_bf16(W half) { return as<F>(static_cast<W>(half << 16)); }
+
+// To nearest even; a NaN stays one, whatever its payload.
+INLINE Words narrow_bf16(Floats value) {
+  const Words bits = as<Words>(value), nan = is_nan(bits);
+  const Words rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+  return (rounded & ~nan) | (0x7fc0u & nan);
+}
+
+// Words that are fp16 numbers; they may be scalars. Subnormal halves are multiples of 2^-24, the distance of floats just
+// above 0.5: as such they are read exactly.
+template <class F, class W>
+INLINE F widen_fp16(W half) {
+  const W sign = (half & 0x8000u) << 16;
+  const W magnitude = half & 0x7fffu;
+  const W normal = (magnitude << 13) + (magnitude >= 0x7c00u ? 0x70000000u : 0x38000000u);
+  const W subnormal = as<W>(static_cast<F>(as<F>(static_cast<W>(magnitude | 0x3f000000u)) - 0.5f));
+  return as<F>(static_cast<W>(sign | (magnitude < 0x0400u ? subnormal : normal)));
 }
 
 // To nearest even. Adding 0.5 lets the hardware round what will be subnormal.
-INLINE uint16_t narrow_fp16(float value) {
-  const uint32_t bits = as_bits(value);
-  const uint32_t magnitude = bits & 0x7fffffffu;
-  const uint32_t normal = (magnitude - 0x38000000u + 0xfffu + ((magnitude >> 13) & 1u)) >> 13;
-  const uint32_t subnormal = as_bits(as_float(magnitude) + 0.5f) - 0x3f000000u;
-  const uint32_t finite = magnitude < 0x38800000u ? subnormal : normal;
-  const uint32_t all = magnitude >= 0x477ff000u ? (magnitude > 0x7f800000u ? 0x7e00u : 0x7c00u) : finite;
-  return static_cast<uint16_t>((bits >> 16 & 0x8000u) | all);
+INLINE Words narrow_fp16(Floats value) {
+  const Words bits = as<Words>(value);
+  const Words magnitude = bits & 0x7fffffffu;
+  const Words normal = (magnitude - 0x38000000u + 0xfffu + ((magnitude >> 13) & 1u)) >> 13;
+  const Words subnormal = as<Words>(as<Floats>(magnitude) + 0.5f) - 0x3f000000u;
+  const Words finite = magnitude < 0x38800000u ? subnormal : normal;
+  const Words special = magnitude > 0x7f800000u ? Words{} + 0x7e00u : Words{} + 0x7c00u;
+  return ((bits >> 16) & 0x8000u) | (magnitude >= 0x477ff000u ? special : finite);
 }
 
 template <Type T>
-INLINE void load(const void* __restrict from, float* __restrict tile) {
-  if (T == kFp32) {
-    const float* values = static_cast<const float*>(from);
-    for (int k = 0; k < kTile; ++k) tile[k] = values[k];
-  } else {
-    const uint16_t* values = static_cast<const uint16_t*>(from);
-    for (int k = 0; k < kTile; ++k) tile[k] = T == kBf16 ? widen_bf16(values[k]) : widen_fp16(values[k]);
-  }
-}
+INLINE const void* at(const void* array, int first) { return static_cast<const typename Raw<T>::type*>(array) + first; }
 
 template <Type T>
-INLINE void store(const float* __restrict tile, void* __restrict to) {
-  if (T == kFp32) {
-    float* values = static_cast<float*>(to);
-    for (int k = 0; k < kTile; ++k) values[k] = tile[k];
-  } else {
-    uint16_t* values = static_cast<uint16_t*>(to);
-    for (int k = 0; k < kTile; ++k) values[k] = T == kBf16 ? narrow_bf16(tile[k]) : narrow_fp16(tile[k]);
-  }
+INLINE void* at(void* array, int first) { return static_cast<typename Raw<T>::type*>(array) + first; }
+
+template <Type T>
+INLINE Floats load(const void* from) {
+  if (T == kFp32) return read<Floats>(from);
+  const Words halves = __builtin_convertvector(read<Halves>(from), Words);
+  return T == kBf16 ? widen_bf16<Floats>(halves) : widen_fp16<Floats>(halves);
+}
+
+INLINE void write_halves(Words halves, void* to) { write(to, __builtin_convertvector(halves, Halves)); }
+
+template <Type T>
+INLINE void store(Floats values, void* to) {
+  if (T == kFp32) write(to, values);
+  else write_halves(T == kBf16 ? narrow_bf16(values) : narrow_fp16(values), to);
 }
 
 // The integer sum of the bf16 weight's bits, shifted, and the signed remainder is the fp32 weight's bits.
-INLINE void load_split(const uint16_t* __restrict high, const int16_t* __restrict low, float* __restrict tile) {
-  for (int k = 0; k < kTile; ++k) {
-    tile[k] = as_float((static_cast<uint32_t>(high[k]) << 16) + static_cast<uint32_t>(static_cast<int32_t>(low[k])));
-  }
+INLINE Floats load_split(const void* high, const void* low) {
+  const Words shifted = __builtin_convertvector(read<Halves>(high), Words) << 16;
+  return as<Floats>(shifted + as<Words>(__builtin_convertvector(read<SignedHalves>(low), Signed)));
 }
 
-INLINE void store_split(const float* __restrict tile, uint16_t* __restrict high, int16_t* __restrict low) {
-  for (int k = 0; k < kTile; ++k) {
-    const uint32_t all = as_bits(tile[k]);
-    const uint32_t bits = is_nan(all) ? 0x7fc00000u : all;
-    high[k] = static_cast<uint16_t>((bits + 0x8000u) >> 16);
-    low[k] = static_cast<int16_t>(bits & 0xffffu);
-  }
+INLINE void store_split(Floats values, void* high, void* low) {
+  const Words all = as<Words>(values), nan = is_nan(all);
+  const Words bits = (all & ~nan) | (0x7fc00000u & nan);
+  write_halves((bits + 0x8000u) >> 16, high);
+  write_halves(bits & 0xffffu, low);
 }
 
-INLINE void store_out(const float* p, const Arrays& a, Type weight) {
-  alignas(64) uint16_t narrow[kTile];
-  switch (a.out_type) {
-    case kNone:
-      return;
-    case kFp32:
-      store<kFp32>(p, a.out);
-      return;
-    case kFp16:
-      store<kFp16>(p, narrow);
-      break;
-    default:
-      if (weight == kSplit) {
-        const uint16_t* high = static_cast<const uint16_t*>(a.weight);
-        for (int k = 0; k < kTile; ++k) narrow[k] = high[k];
-      } else {
-        store<kBf16>(p, narrow);
-      }
-  }
-  uint16_t* out = static_cast<uint16_t*>(a.out);
-  if (a.stream) {
-    STREAM(out, narrow);
-    STREAM(out + kTile / 2, narrow + kTile / 2);
-  } else {
-    for (int k = 0; k < kTile; ++k) out[k] = narrow[k];
-  }
+// New weights, which are at `weight` already, at `out`; 16-bit ones that are to be streamed at `narrow`.
+template <Type W>
+INLINE void store_out(Floats p, const Arrays& a, int first, uint16_t* narrow) {
+  if (a.out_type == kNone) return;
+  if (a.out_type == kFp32) return store<kFp32>(p, at<kFp32>(a.out, first));
+  void* const to = a.stream ? narrow + first : at<kBf16>(a.out, first);
+  if (a.out_type == kFp16) store<kFp16>(p, to);
+  else if (W == kSplit) write(to, read<Halves>(at<W>(a.weight, first)));
+  else store<kBf16>(p, to);
 }
 
-// g, p, m, v are distinct arrays of a tile.
-INLINE void update(const Scalars& s, float* __restrict g, float* __restrict p, float* __restrict m,
-                                 float* __restrict v) {
-  for (int k = 0; k < kTile; ++k) g[k] = g[k] * s.grad_scale;
-  if (s.l2 != 0.0f) {
-    for (int k = 0; k < kTile; ++k) g[k] = FMA(s.l2, p[k], g[k]);
-  }
-  if (s.lerp_from_grad) {
-    for (int k = 0; k < kTile; ++k) m[k] = FMA(s.lerp, g[k] - m[k], g[k]);
-  } else {
-    for (int k = 0; k < kTile; ++k) m[k] = FMA(s.lerp, g[k] - m[k], m[k]);
-  }
-  for (int k = 0; k < kTile; ++k) {
-    v[k] = FMA(s.square * g[k], g[k], v[k] * s.beta2);
-    const float denominator = __builtin_sqrtf(v[k]) / s.sqrt_correction2 + s.eps;
-    p[k] = p[k] * s.decay + s.minus_step_size * m[k] / denominator;
-  }
+INLINE void update(const Scalars& s, Floats g, Floats& p, Floats& m, Floats& v) {
+  g = g * s.grad_scale;
+  if (s.l2 != 0.0f) g = FMA(splat(s.l2), p, g);
+  m = FMA(splat(s.lerp), g - m, s.lerp_from_grad ? g : m);
+  v = FMA(s.square * g, g, v * s.beta2);
+  const Floats denominator = SQRT(v) / s.sqrt_correction2 + s.eps;
+  p = p * s.decay + s.minus_step_size * m / denominator;
 }
 
-// One tile: 64 elements at the arrays' beginnings.
+// A part of a tile's old values, bit by bit.
+template <Type T>
+INLINE void log_array(const void* array, int first, void* values, int k) {
+  if (T == kFp32) write(at<T>(values, k), read<Words>(at<T>(array, first + k)));
+  else write(at<T>(values, k), read<Halves>(at<T>(array, first + k)));
+}
+
+// What the update of elements from first + k on writes over, into the slot of the tile that starts at `first`.
 template <Type G, Type W, Type M>
-INLINE void adam_tile(const Scalars& s, const Arrays& a) {
-  alignas(64) float g[kTile], p[kTile], m[kTile], v[kTile];
-  load<G>(a.grad, g);
-  load<M>(a.exp_avg, m);
-  load<M>(a.exp_avg_sq, v);
-  if (W == kSplit) {
-    load_split(static_cast<const uint16_t*>(a.weight), static_cast<const int16_t*>(a.remainder), p);
-  } else {
-    load<W>(a.weight, p);
+INLINE void log_part(const Arrays& a, bool keeps_grad, int64_t* slot, int first, int k) {
+  log_array<W>(a.weight, first, TileLog::values(slot, 0), k);
+  log_array<M>(a.exp_avg, first, TileLog::values(slot, 1), k);
+  log_array<M>(a.exp_avg_sq, first, TileLog::values(slot, 2), k);
+  if (keeps_grad) log_array<G>(a.grad, first, TileLog::values(slot, 3), k);
+}
+
+// One tile: 64 elements at the arrays' beginnings. Those of the next tile are kept if there is a slot for them.
+template <Type G, Type W, Type M, bool kLogs>
+INLINE void adam_tile(const Scalars& s, const Arrays& a, const TileLog& log) {
+  alignas(64) uint16_t narrow[kTile];
+  for (int k = 0; k < kTile; k += LANES) {
+    if (kLogs) log_part<G, W, M>(a, log.keeps_grad, log.next, kTile, k);
+    Floats p = W == kSplit ? load_split(at<W>(a.weight, k), at<W>(a.remainder, k)) : load<W>(at<W>(a.weight, k));
+    Floats m = load<M>(at<M>(a.exp_avg, k)), v = load<M>(at<M>(a.exp_avg_sq, k));
+    update(s, load<G>(at<G>(a.grad, k)), p, m, v);
+    store<M>(m, at<M>(a.exp_avg, k));
+    store<M>(v, at<M>(a.exp_avg_sq, k));
+    if (W == kSplit) store_split(p, at<W>(a.weight, k), at<W>(a.remainder, k));
+    else store<W>(p, at<W>(a.weight, k));
+    store_out<W>(p, a, k, narrow);
   }
-  update(s, g, p, m, v);
-  store<M>(m, a.exp_avg);
-  store<M>(v, a.exp_avg_sq);
-  if (W == kSplit) {
-    store_split(p, static_cast<uint16_t*>(a.weight), static_cast<int16_t*>(a.remainder));
-  } else {
-    store<W>(p, a.weight);
+  if (a.stream) {
+    STREAM(static_cast<uint16_t*>(a.out), narrow);
+    STREAM(static_cast<uint16_t*>(a.out) + kTile / 2, narrow + kTile / 2);
   }
-  store_out(p, a, W);
 }
 
 // A tile of old values, bit by bit.
 template <Type T>
 INLINE void keep(const void* from, void* to, bool stream) {
-  using Value = typename Raw<T>::type;
-  alignas(64) Value tile[kTile];
-  for (int k = 0; k < kTile; ++k) tile[k] = static_cast<const Value*>(from)[k];
+  char* const bytes = static_cast<char*>(to);
+  const char* const old = static_cast<const char*>(from);
   if (stream) {
-    for (int k = 0; k < kTile; k += 64 / sizeof(Value)) STREAM(static_cast<Value*>(to) + k, tile + k);
+    alignas(64) char tile[kTile * 4];
+    __builtin_memcpy(tile, old, kTile * size_of(T));
+    for (int k = 0; k < kTile * size_of(T); k += 64) STREAM(bytes + k, tile + k);
   } else {
-    for (int k = 0; k < kTile; ++k) static_cast<Value*>(to)[k] = tile[k];
+    for (int k = 0; k < kTile * size_of(T); k += 4 * LANES) write(bytes + k, read<Words>(old + k));
   }
 }
 
@@ -195,6 +216,15 @@ struct Padded {
       __builtin_memcpy(from.undo_exp_avg, from.exp_avg, numel * size_of(from.moment_type));
       __builtin_memcpy(from.undo_exp_avg_sq, from.exp_avg_sq, numel * size_of(from.moment_type));
     }
+    if (from.log != nullptr) {
+      int64_t* const slot = from.log->slot;
+      TileLog::invalidate(slot);
+      __builtin_memcpy(TileLog::values(slot, 0), from.weight, numel * size_of(from.weight_type));
+      __builtin_memcpy(TileLog::values(slot, 1), from.exp_avg, numel * size_of(from.moment_type));
+      __builtin_memcpy(TileLog::values(slot, 2), from.exp_avg_sq, numel * size_of(from.moment_type));
+      __builtin_memcpy(TileLog::values(slot, 3), from.grad, numel * size_of(from.grad_type));
+      from.log->commit(numel);
+    }
     __builtin_memset(this, 0, sizeof(Padded));
     __builtin_memcpy(grad, from.grad, numel * size_of(from.grad_type));
     __builtin_memcpy(weight, from.weight, numel * size_of(from.weight_type));
@@ -209,6 +239,7 @@ struct Padded {
     filled.remainder = remainder;
     filled.out = out;
     filled.undo_weight = nullptr;
+    filled.log = nullptr;
     filled.stream = false;
     return filled;
   }
@@ -219,8 +250,28 @@ struct Padded {
     __builtin_memcpy(to.exp_avg_sq, exp_avg_sq, numel * size_of(to.moment_type));
     if (to.weight_type == kSplit) __builtin_memcpy(to.remainder, remainder, numel * 2);
     if (to.out_type != kNone) __builtin_memcpy(to.out, out, numel * size_of(to.out_type));
+    if (to.log != nullptr) to.log->end(numel);
   }
 };
+
+template <Type G, Type W, Type M>
+INLINE void logged_tiles(const Scalars& s, Arrays a, int64_t numel, TileLog& shared) {
+  if (numel == 0) return;
+  TileLog log = shared;
+  TileLog::invalidate(log.slot);
+  for (int k = 0; k < kTile; k += LANES) log_part<G, W, M>(a, log.keeps_grad, log.slot, 0, k);
+  for (int64_t done = kTile; done < numel; done += kTile, a.advance(kTile)) {
+    prefetch_tile<G, W, M>(a);
+    log.commit(kTile);
+    TileLog::invalidate(log.next);
+    adam_tile<G, W, M, true>(s, a, log);
+    log.end(kTile);
+  }
+  log.commit(kTile);
+  adam_tile<G, W, M, false>(s, a, log);
+  log.end(kTile);
+  shared = log;
+}
 
 template <Type G, Type W, Type M>
 TARGET __attribute__((noinline)) static void whole_tiles(const Scalars& scalars, Arrays a, int64_t numel) {
@@ -228,10 +279,11 @@ TARGET __attribute__((noinline)) static void whole_tiles(const Scalars& scalars,
   a.grad_type = G;  // known to the compiler from here on
   a.weight_type = W;
   a.moment_type = M;
+  if (a.log != nullptr) return logged_tiles<G, W, M>(s, a, numel, *a.log);
   for (int64_t done = 0; done < numel; done += kTile, a.advance(kTile)) {
     prefetch_tile<G, W, M>(a);
     if (a.undo_weight != nullptr) keep_tile<W, M>(a);
-    adam_tile<G, W, M>(s, a);
+    adam_tile<G, W, M, false>(s, a, TileLog{});
   }
 }
 
@@ -326,12 +378,17 @@ TARGET static void touch(const Arrays& a, int64_t numel) {
   else touch_pass<kSplit, kBf16>(a, numel);
 }
 
+template <Type T>
+INLINE void load_tile(const void* __restrict from, float* __restrict tile) {
+  for (int k = 0; k < kTile; k += LANES) write(tile + k, load<T>(at<T>(from, k)));
+}
+
 // The squares' sums of elements of the first half of a row and those of the second.
 template <Type T>
 INLINE void square_halves(const void* __restrict first, const void* __restrict second, double* __restrict sums) {
   alignas(64) float low[kTile], high[kTile];
-  load<T>(first, low);
-  load<T>(second, high);
+  load_tile<T>(first, low);
+  load_tile<T>(second, high);
   for (int k = 0; k < kTile; ++k) {
     const double x = low[k], y = high[k];
     sums[k] = x * x + y * y;
@@ -389,5 +446,7 @@ TARGET static void squares(const void* array, Type type, int64_t numel, double* 
 #undef BODY
 #undef TARGET
 #undef STREAM
+#undef LANES
 #undef FMA
+#undef SQRT
 #undef INLINE

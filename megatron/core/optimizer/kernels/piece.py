@@ -160,6 +160,27 @@ class Piece(NamedTuple):
             )
 
 
+ROW_NUMEL = 64  # elements of a row of `RowLog`; kTile of host_adam.cpp
+
+
+class RowLog(NamedTuple):
+    """Where a kernel keeps the old values of rows that it is updating, and how far it is, so that
+    another process can finish the pieces of a bucket; see kept_updates.py.
+
+    Attributes:
+        counters: int64: elements that are done of each chunk, of all pieces one after the other.
+        slots: two for each thread, of `ROW_NUMEL` elements; uint8: [slots, bytes].
+        chunk: elements of a chunk.
+        step, bucket: numbers that a slot has with its row.
+    """
+
+    counters: torch.Tensor
+    slots: torch.Tensor
+    chunk: int
+    step: int
+    bucket: int
+
+
 # Carries out pieces, given the factor of the gradients, which is known last.
 Kernel: TypeAlias = Callable[[Iterable[Piece], float], None]
 
@@ -170,10 +191,16 @@ class HostKernel:
     Attributes:
         submit: starts pieces with the factor of their gradients, and returns a function that waits
             until they are done, which must be called. It may do the work itself.
+        submit_logged: the same with a log; None where the kernel keeps none.
     """
 
-    def __init__(self, submit: Callable[[Iterable[Piece], float], Callable[[], None]]) -> None:
+    def __init__(
+        self,
+        submit: Callable[[Iterable[Piece], float], Callable[[], None]],
+        submit_logged: Callable[[Sequence[Piece], float, RowLog], Callable[[], None]] | None = None,
+    ) -> None:
         self.submit = submit
+        self.submit_logged = submit_logged
 
     @classmethod
     def of(cls, kernel: Kernel) -> HostKernel:

@@ -54,6 +54,7 @@ class FakeEngine:
         num_microbatches: int,
         votes: Callable[[], tuple[float, ...]],
         mark: Callable[[str], None],  # noqa: ARG002
+        journal: object,  # noqa: ARG002
     ) -> StepResult:
         num_samples = sum(len(next(microbatches)["tokens"]) for _ in range(num_microbatches))
         info = self.state.step_info

@@ -1,0 +1,239 @@
+"""A keeper's memory survives the ranks, and ends with the launcher."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from megatron.core.device import Device
+from megatron.core.host_keeper import Keeper, KeeperError, KeptMemory, Records
+from megatron.core.host_memory import HostMemoryError, HostSlab
+from tests.unit_tests.core.dist_checkpointing.helpers.crashes import KILLED, Child, Forks, forks
+from tests.unit_tests.core.helpers.keepers import keepers_of, launcher
+
+RECORDS = ("first", "second")
+
+
+@pytest.fixture(scope="module")
+def nursery() -> Iterator[Forks]:
+    with forks("tests.unit_tests.core.helpers.keepers") as found:
+        yield found
+
+
+def _connected(pid: int, rank: int = 0) -> Keeper:
+    keeper = Keeper(pid, rank)
+    keeper.connect(starts=True)
+    return keeper
+
+
+def _memory(pid: int, rank: int = 0) -> KeptMemory:
+    return KeptMemory(_connected(pid, rank))
+
+
+def _comes_true(condition: Callable[[], bool]) -> bool:
+    deadline = time.monotonic() + 60
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return condition()
+
+
+def _die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _write_and_die(pid: int, rank: int, content: bytes) -> None:
+    memory = _memory(pid, rank)
+    memory.map("states", 1 << 20)[: len(content)] = content
+    _die()
+
+
+def _read(pid: int, rank: int) -> bytes:
+    return _memory(pid, rank).map("states", 1 << 20)[:3]
+
+
+def _survival() -> None:
+    with launcher() as pid, launcher() as other:
+        for rank, content in enumerate((b"abc", b"def")):
+            assert Child(_write_and_die, pid, rank, content).end() == KILLED
+        assert [Child(_read, pid, rank).result() for rank in (0, 1)] == [b"abc", b"def"]
+        assert Child(_read, other, 0).result() == bytes(3)
+        assert len(keepers_of(pid)) == len(keepers_of(other)) == 1
+
+
+def test_memory_survives_a_killed_rank_apart_from_other_ranks_and_jobs(nursery):
+    nursery.run(_survival)
+
+
+def _end(end: signal.Signals) -> None:
+    with launcher(end) as pid:
+        keeper = _connected(pid)
+        assert keeper.is_alive
+        assert len(keepers_of(pid)) == 1
+        os.kill(keepers_of(pid)[0], signal.SIGINT)  # as from a terminal
+    assert _comes_true(lambda: not keeper.is_alive)
+    assert _comes_true(lambda: not keepers_of(pid))
+
+
+@pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_a_keeper_ends_when_its_launcher_does_in_any_way(nursery, end):
+    nursery.run(_end, end)
+
+
+def _leftover() -> None:
+    with launcher() as pid:
+        keeper = _connected(pid)
+        leftover = keepers_of(pid)[0]
+        os.kill(leftover, signal.SIGSTOP)
+    with launcher() as pid:
+        assert _connected(pid).is_alive
+    assert keeper.is_alive
+    os.kill(leftover, signal.SIGCONT)
+    assert _comes_true(lambda: not keeper.is_alive)
+
+
+def test_a_leftover_keeper_of_a_dead_job_is_not_in_the_way_of_the_next_job(nursery):
+    nursery.run(_leftover)
+
+
+def _limit() -> None:
+    with launcher() as pid:
+        memory = _memory(pid)
+        limit = 1 << 20
+        resource.prlimit(keepers_of(pid)[0], resource.RLIMIT_FSIZE, (limit, limit))
+        with pytest.raises(HostMemoryError, match=r"2\.00 MiB .* for states"):
+            HostSlab(2 * limit, Device("cpu"), is_pinned=False, purpose="states", kept=memory)
+        assert memory.map("others", limit)[:1] == bytes(1)
+
+
+def test_a_keeper_that_gets_no_memory_says_so_and_goes_on(nursery):
+    nursery.run(_limit)
+
+
+def _replacement() -> None:
+    with launcher() as pid:
+        Child(_read, pid, 0).result()
+        keeper = _connected(pid)
+        os.kill(keepers_of(pid)[0], signal.SIGKILL)
+        assert _comes_true(lambda: not keeper.is_alive)
+        with pytest.raises(KeeperError):
+            keeper.open("states 0", 1 << 20)
+        assert _connected(pid).files == {}
+
+
+def test_a_killed_keeper_is_noticed_and_its_successor_has_no_files(nursery):
+    nursery.run(_replacement)
+
+
+def _hold(pid: int, ready: int) -> None:
+    _memory(pid).map("states", 1 << 20)
+    os.write(ready, b"x")
+    signal.pause()
+
+
+def _waiting() -> None:
+    with launcher() as pid:
+        ready, theirs = os.pipe()
+        holder = Child(_hold, pid, theirs)
+        os.read(ready, 1)
+        # While the holder lives, no other process gets its memory.
+        taker = Child(_read, pid, 0)
+        time.sleep(0.3)
+        assert not taker.has_ended
+        os.kill(holder.pid, signal.SIGKILL)
+        assert taker.result() == bytes(3)
+        assert holder.end() == KILLED
+
+
+def test_a_rank_waits_until_its_predecessor_has_ended(nursery):
+    nursery.run(_waiting)
+
+
+def _refusals() -> None:
+    with launcher() as pid:
+        first = _memory(pid)
+        sizes = {"states 0": 1 << 20, "states 1": 5000}
+        for nbytes in sizes.values():
+            first.map("states", nbytes)
+        assert first.sizes == sizes
+        memory = _memory(pid)
+        memory.check(sizes)
+        with pytest.raises(KeeperError, match="5001"):
+            memory.check({**sizes, "states 1": 5001})
+        descriptor = memory._keeper.open("states 1", 5000)
+        os.ftruncate(descriptor, 4000)
+        with pytest.raises(KeeperError, match="4000"):
+            memory.check(sizes)
+        with pytest.raises(KeeperError, match="1048576"):
+            memory.map("states", 1 << 21)
+        memory.forget()
+        assert memory.sizes == {}
+        assert memory.map("states", 1 << 21)[:3] == bytes(3)
+
+
+def test_memory_of_other_sizes_is_rejected_until_it_is_forgotten(nursery):
+    nursery.run(_refusals)
+
+
+def _cycles() -> None:
+    def cycle() -> None:
+        memory = _memory(pid)
+        memory.map("states", 1 << 20)
+        memory.forget()
+
+    with launcher() as pid:
+        Child(cycle).result()
+        folder = Path(f"/proc/{keepers_of(pid)[0]}/fd")
+        before = len(list(folder.iterdir()))
+        for _ in range(50):
+            Child(cycle).result()
+        assert _comes_true(lambda: len(list(folder.iterdir())) == before)
+
+
+def test_a_keeper_holds_no_descriptor_of_ranks_that_have_ended(nursery):
+    nursery.run(_cycles)
+
+
+def _keepers() -> None:
+    for _ in range(50):
+        with launcher() as pid:
+            _read(pid, 0)
+            (keeper,) = keepers_of(pid)
+        assert _comes_true(lambda ended=keeper: not _runs(ended))  # type: ignore[misc]
+
+
+def _runs(pid: int) -> bool:
+    """Whether the process has not ended. A zombie has no memory."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_fifty_jobs_leave_no_keeper(nursery):
+    nursery.run(_keepers)
+
+
+def _records() -> None:
+    with launcher() as pid:
+        records = Records(_memory(pid), RECORDS)
+        for number in (1, 2, 3):
+            records.write("first", number, b"%d" % number)
+        assert records.read("first") == {2: b"2", 3: b"3"}
+        assert records.read("second") == {}
+
+        # A record that is half written does not count; the other one does.
+        begin = records._begin("first", 3) + records._HEADER.size
+        records._memory[begin : begin + 1] = b"x"
+        assert records.read("first") == {2: b"2"}
+        records.clear("first")
+        assert records.read("first") == {}
+
+
+def test_the_last_two_records_of_a_kind_are_there_unless_damaged(nursery):
+    nursery.run(_records)

@@ -1,0 +1,386 @@
+"""A run with `--keep-host-state` that is killed at any moment loses no step and no bit.
+
+The process that starts the ranks is the launcher. Ranks are killed at a lane's operation or
+at the start of a phase, and started again until they reach the end. `--save` gets its only
+checkpoint at the end, by default.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import json
+import os
+import signal
+import socket
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+import pretrain_gpt
+from megatron.core import host_keeper
+from megatron.core.host_keeper import Keeper
+from megatron.core.lanes import ThreadLane
+from megatron.core.optimizer.cpu_offloading.kept_updates import KeptUpdates
+from megatron.core.options import ConfigError
+from megatron.training.health.events import EventKind, read_events
+from megatron.training.loop import Loop
+from tests.functional_tests.helpers.runs import SETTINGS, losses
+from tests.unit_tests.core.dist_checkpointing.helpers.crashes import (
+    KILLED,
+    Child,
+    DiedError,
+    Forks,
+    forks,
+)
+from tests.unit_tests.core.dist_checkpointing.helpers.scenes import memory_folder
+from tests.unit_tests.core.helpers.keepers import keepers_of
+
+ITERATIONS = 4  # of SETTINGS
+FLAGS = [
+    *"--bf16 --main-grads-dtype bf16 --hidden-dropout 0.1 --log-interval 2".split(),
+    *"--optimizer-cpu-offload --overlap-cpu-optimizer-d2h-h2d".split(),
+    *"--overlap-optimizer-with-forward --eval-interval 2".split(),
+]
+KEPT = ["--keep-host-state"]
+NUM_BUCKETS = 2  # of the one layer and the rest
+PARTS = 8  # of all moments, each a test
+
+
+class Moment(NamedTuple):
+    """Before or after the n-th piece of a lane's work, or the start of a phase of an iteration."""
+
+    lane: str
+    number: int
+    is_over: bool
+
+
+NEVER = Moment("no lane", 0, False)  # for ranks that are killed otherwise
+
+
+@pytest.fixture(scope="module")
+def nursery() -> Iterator[Forks]:
+    package = "tests.unit_tests.core"
+    with forks(
+        "megatron.training.pretrain",
+        "pretrain_gpt",
+        "tests.functional_tests.helpers.runs",
+        f"{package}.helpers.keepers",
+        f"{package}.dist_checkpointing.helpers.scenes",
+    ) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def home() -> Iterator[Path]:
+    with memory_folder() as folder:
+        yield folder
+
+
+def _rank(
+    root: Path, flags: Sequence[str], launch: dict[str, str], moment: Moment | None
+) -> list[str]:
+    """Trains to the end, or is killed. Returns the lanes of all work."""
+    os.environ.update(launch)
+    seen: list[str] = []
+    carry_out = ThreadLane.carry_out
+
+    def kill_at(lane: str, number: int, is_over: bool) -> None:
+        if moment == (lane, number, is_over):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def watch(self: ThreadLane, item: Any) -> None:
+        lane = self._name
+        number = seen.count(lane)  # one thread carries out all of a lane's work
+        seen.append(lane)
+
+        def work() -> None:
+            kill_at(lane, number, False)
+            item.work()
+            kill_at(lane, number, True)
+
+        carry_out(self, item._replace(work=work))
+
+    ThreadLane.carry_out = watch  # type: ignore[method-assign]
+    folder = ["--save", str(root), "--metrics-jsonl", str(root / "metrics.jsonl")]
+    pretrain_gpt.run([*SETTINGS, *FLAGS, *flags, *folder])
+    return seen
+
+
+def _start(
+    root: Path,
+    world_size: int,
+    flags: Sequence[str],
+    restart: int = 0,
+    moment: Moment | None = None,
+) -> list[list[str]] | None:
+    """Starts the ranks, of which the last is to be killed; None if it was."""
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port = found.getsockname()[1]
+    shared = {
+        "TORCHELASTIC_RUN_ID": "test",
+        "TORCHELASTIC_RESTART_COUNT": str(restart),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_WORLD_SIZE": str(world_size),
+    }
+    children = []
+    for rank in range(world_size):
+        own = {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+        at = moment if rank == world_size - 1 else None
+        children.append(Child(_rank, root, flags, own, at))
+    *others, last = children
+    if (answer := last.end()) != KILLED:
+        return [*(other.result() for other in others), answer]
+    for other in others:
+        os.kill(other.pid, signal.SIGKILL)
+        with suppress(DiedError):  # it may have missed its peer
+            other.end()
+    return None
+
+
+# The iteration, and whether the state was kept, of each start after the first; losses and states.
+Outcome = tuple[list[tuple[int, bool]], dict[str, object]]
+
+
+def _outcome(root: Path, world_size: int) -> Outcome:
+    last = root / f"iter_{ITERATIONS:07d}"
+    values: dict[str, object] = {
+        f"states of rank {rank}": (last / f"__{rank}_0.distcp").read_bytes()
+        for rank in range(world_size)
+    }
+    values["losses"] = losses(root / "metrics.jsonl")
+    state = json.loads((last / "train_state.json").read_text())
+    values["progress"], values["logger"] = state["progress"], state["logger"]
+    values["evaluator"] = state["evaluator"]
+    resumed = [event for event in read_events(root) if event["event"] == EventKind.RESUME]
+    starts = [(event["iteration"], event["failed_at"] is not None) for event in resumed[1:]]
+    return starts, values
+
+
+def _undisturbed(
+    root: Path, world_size: int, flags: Sequence[str]
+) -> tuple[list[str], dict[str, object]]:
+    """The lanes of the last rank's work, and the end of a run without `KEPT`."""
+    lanes = _start(root / "lanes", world_size, [*KEPT, *flags])
+    assert lanes is not None
+    assert _start(root / "plain", world_size, flags) is not None
+    _, expected = _outcome(root / "plain", world_size)
+    assert _outcome(root / "lanes", world_size)[1] == expected
+    return lanes[-1], expected
+
+
+def _killed(
+    root: Path,
+    world_size: int,
+    moments: Sequence[Moment],
+    flags: Sequence[str],
+    between: Callable[[], None],
+) -> Outcome:
+    """Starts a run, kills it at each of the moments of a start, and lets it end."""
+    for restart, moment in enumerate(moments):
+        killed = _start(root, world_size, [*KEPT, *flags], restart, moment)
+        assert killed is None, f"not killed at {moment}"
+        between()
+    assert _start(root, world_size, [*KEPT, *flags], len(moments)) is not None
+    return _outcome(root, world_size)
+
+
+class Scene:
+    """An undisturbed run, and runs that are killed."""
+
+    def __init__(self, nursery: Forks, home: Path, world_size: int, *flags: str) -> None:
+        self._nursery, self._home, self._world_size = nursery, home, world_size
+        self._flags = flags
+        self.lanes, self._expected = nursery.run(_undisturbed, self._folder(), world_size, flags)
+
+    def moments(self) -> list[Moment]:
+        counted = Counter(self.lanes)
+        return [
+            Moment(lane, number, is_over)
+            for lane in sorted(counted)
+            for number, is_over in itertools.product(range(counted[lane]), (False, True))
+        ]
+
+    def starts(
+        self,
+        moments: Sequence[Moment],
+        flags: Sequence[str] = (),
+        between: Callable[[], None] = lambda: None,
+        disturb: Callable[[], None] = lambda: None,
+    ) -> list[tuple[int, bool]]:
+        """The starts of a run that ends with the bits of the undisturbed one. `disturb` is called
+        in the process that starts the ranks.
+        """
+
+        own = [*self._flags, *flags]
+
+        def run(*args: Any) -> Outcome:
+            disturb()
+            return _killed(*args, flags=own, between=between)
+
+        starts, values = self._nursery.run(run, self._folder(), self._world_size, moments)
+        for name, value in self._expected.items():
+            assert values[name] == value, name
+        return starts
+
+    def _folder(self) -> Path:
+        return Path(tempfile.mkdtemp(dir=self._home)) / "run"
+
+
+@pytest.fixture(scope="module")
+def scene_of(nursery: Forks, home: Path) -> Callable[..., Scene]:
+    return functools.cache(functools.partial(Scene, nursery, home))
+
+
+def _is_within(starts: Sequence[tuple[int, bool]]) -> bool:
+    """Whether every start after the first step continued from the kept state."""
+    return all(is_kept for iteration, is_kept in starts if iteration)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_ranks_killed_in_updates_one_after_the_other_end_with_equal_bits(scene_of, world_size):
+    scene = scene_of(world_size)
+    updates = [moment for moment in scene.moments() if moment.lane == "optimizer host"]
+    # The restarted ranks are killed in their first step.
+    starts = scene.starts([updates[len(updates) // 3], updates[1]])
+    assert [is_kept for _, is_kept in starts] == [True, True]
+    assert starts[0][0] < starts[1][0] < ITERATIONS
+
+
+def test_a_step_that_is_finished_ends_the_step_of_delayed_scalings_histories(scene_of):
+    scene = scene_of(1, "--fp8-format", "hybrid", "--fp8-recipe", "delayed")
+    updates = [moment for moment in scene.moments() if moment.lane == "optimizer host"]
+    ((_, is_kept),) = scene.starts([updates[len(updates) // 2]])
+    assert is_kept
+
+
+def test_ranks_killed_while_they_finish_a_step_finish_it_in_the_next_start(scene_of):
+    def die_in_second_bucket() -> None:
+        start = KeptUpdates._carry_on
+        numbers: list[int] = []
+
+        def dying(self: KeptUpdates, kernel: Any, number: int, *rest: Any) -> Callable[[], None]:
+            numbers.append(number)
+            if os.environ["TORCHELASTIC_RESTART_COUNT"] == "1" and len(numbers) == 2:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return start(self, kernel, number, *rest)
+
+        KeptUpdates._carry_on = dying  # type: ignore[method-assign]
+
+    scene = scene_of(1)
+    # The last step has been decided, and no bucket has been updated.
+    starts_of_updates = [each for each in scene.moments() if each.lane == "optimizer host start"]
+    last = starts_of_updates[-2 * NUM_BUCKETS]
+    assert scene.starts([last, NEVER], disturb=die_in_second_bucket) == [(ITERATIONS, True)]
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize(
+    ("world_size", "part"),
+    [*((1, part) for part in range(PARTS)), (2, 0), (2, PARTS // 2)],
+)
+def test_a_run_killed_in_every_operation_of_its_lanes_ends_with_equal_bits(
+    scene_of, world_size, part
+):
+    scene = scene_of(world_size)
+    for moment in scene.moments()[part::PARTS]:
+        assert _is_within(scene.starts([moment])), moment
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("phase", ["forward", "agree", "step", "evaluate"])
+def test_a_run_killed_at_the_start_of_a_phase_repeats_at_most_one_step(scene_of, phase):
+    # The injected fault kills the rank: no lane is watched.
+    inject = [
+        "--inject",
+        f"kill:step=3,at={phase}" if phase != "evaluate" else "kill:step=2,at=evaluate",
+    ]
+    assert scene_of(1).starts([NEVER], inject) == [(2, True)]
+
+
+def test_a_step_that_was_decided_but_not_reported_is_reported_once(scene_of):
+    """Killed between the decision and the report: its loss is not computed again."""
+
+    def die_in_report() -> None:
+        report = Loop._report
+
+        def dying(self: Loop, result: Any) -> None:
+            if self._iteration == 2 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+                os.kill(os.getpid(), signal.SIGKILL)
+            report(self, result)
+
+        Loop._report = dying  # type: ignore[method-assign]
+
+    assert scene_of(1).starts([NEVER], disturb=die_in_report) == [(2, True)]
+
+
+def _kill_keepers() -> None:
+    for keeper in keepers_of(os.getpid()):
+        os.kill(keeper, signal.SIGKILL)
+
+
+def _damage_records() -> None:
+    def overwrite() -> None:
+        descriptor = _opened("records 0")
+        for place in range(0, os.fstat(descriptor).st_size, 1 << 26):
+            os.pwrite(descriptor, b"\1" * 200, place)
+
+    Child(overwrite).result()
+
+
+def _truncate_states() -> None:
+    def truncate() -> None:
+        os.ftruncate(_opened("states 0"), 4096)
+
+    Child(truncate).result()
+
+
+def _opened(name: str) -> int:
+    keeper = Keeper(os.getppid(), 0)
+    keeper.connect(starts=False)
+    return keeper.open(name, keeper.files[name])
+
+
+@pytest.mark.parametrize("damage", [_kill_keepers, _damage_records, _truncate_states])
+def test_without_an_intact_kept_state_a_run_resumes_from_its_checkpoint(scene_of, damage):
+    scene = scene_of(1)
+    last = [moment for moment in scene.moments() if moment.lane == "optimizer host"][-1]
+    starts = scene.starts([last], ["--save-interval", "2"], between=damage)
+    assert starts == [(2, False)]
+
+
+def test_without_a_keeper_a_run_goes_its_way(scene_of):
+    def start_none() -> None:
+        host_keeper._start = lambda _launcher: None
+        host_keeper._PATIENCE_SECONDS = 0.1
+
+    assert scene_of(1).starts([], disturb=start_none) == []
+
+
+def test_a_run_that_no_launcher_restarts_is_refused():
+    with pytest.raises(ConfigError, match="--keep-host-state"):
+        pretrain_gpt.run([*SETTINGS, *FLAGS, *KEPT])
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--optimizer-offload-fraction", "0.5"],
+        ["--optimizer-update-on-device", "0.5"],
+        ["--optimizer-early-update-gib", "1"],
+        ["--freeze", "embedding"],
+        ["--optimizer", "muon"],
+        ["--fp8-format", "hybrid", "--fp8-param-gather"],
+    ],
+)
+def test_states_that_are_not_in_host_memory_between_steps_are_refused(flags):
+    with pytest.raises(ConfigError, match="--keep-host-state"):
+        pretrain_gpt.run([*SETTINGS, *FLAGS, *KEPT, *flags])
