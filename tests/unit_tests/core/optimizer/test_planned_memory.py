@@ -362,7 +362,8 @@ def test_the_buffers_of_muons_step_are_planned(case: str, world_size: int) -> No
     found = run_ranks(world_size, _step_buffers, STEPPED[case])
     (planned,) = {planned for planned, _ in found}
     measured = max(measured for _, measured in found)
-    slack = 1024  # of single numbers, and of the comparison of ranks
+    slack = 32 << 10  # scratch of elementwise updates of the other weights
     assert measured <= planned + slack
-    least = 0.7 if "half" in case or world_size > 1 else 1.0
+    # The sides step one after the other.
+    least = 0.5 if "half" in case else 0.7 if world_size > 1 else 1.0
     assert measured >= least * planned
