@@ -53,6 +53,7 @@ _FLAG = "--optimizer-offload-fraction"
 
 # The rows of a plan.
 WHOLE_LAYERS, ACTIVATIONS, LOSS = "whole layers in use", "activations", "logits and loss"
+MATRICES = "matrices of Muon"
 IN_BACKWARD = "gradients in backward"
 STATES = "optimizer states"  # of all names
 _WEIGHTS = (COMPUTE, MAIN, GRADIENTS, SHOWN[COMPUTE])
@@ -85,6 +86,7 @@ class Moment(NamedTuple):
     whole_layers: int
     activations: int
     loss: int
+    matrices: int
 
 
 class RunMemory(NamedTuple):
@@ -110,31 +112,47 @@ class RunMemory(NamedTuple):
 
     @property
     def peak(self) -> Moment:
-        """The step's peak: in the loss, or in the backward of the last layer or of the first.
-        Gradients come as activations go.
+        """The step's peak: in the loss, in the backward of the last layer or of the first, or in
+        the optimizer's step. Gradients come as activations go.
         """
+        matrices = self.states.matrices
+        in_step = Moment(self._gradients_nbytes, 0, 0, 0, matrices.in_step)
+        loss, *others = self._moments
+        # Updates of the last step continue in the forward.
+        return max(loss._replace(matrices=matrices.in_forward), *others, in_step, key=sum)
+
+    @property
+    def _moments(self) -> list[Moment]:
+        """The moments that may be the peak, without matrices."""
         use, activations = self.in_use, self.activations
         at_loss = use.root_weights + use.sums
         kept = activations.kept - self.activations_on_host
         in_layer = activations.recomputed + activations.exchanged  # only in a layer's backward
         last = use.earlier_gradients + use.layer_gradients
         first = max(activations.layers, default=0) + in_layer
-        return max(
-            Moment(use.earlier_gradients, at_loss, kept, activations.loss),
-            Moment(last, use.in_backward, kept + in_layer, 0),
-            Moment(self._gradients_nbytes, use.in_backward, first, 0),
-            key=sum,
-        )
+        return [
+            Moment(use.earlier_gradients, at_loss, kept, activations.loss, 0),
+            Moment(last, use.in_backward, kept + in_layer, 0, 0),
+            Moment(self._gradients_nbytes, use.in_backward, first, 0, 0),
+        ]
 
     @property
     def device_nbytes(self) -> int:
         """Bytes at the step's peak."""
-        return self.states.device_nbytes - self._gradients_nbytes + sum(self.peak)
+        return self._at_rest_nbytes + sum(self.peak)
 
     @property
-    def slots_nbytes(self) -> int:
-        """Bytes on the device for streamed states."""
-        return self.states.at_rest.get(SLOTS, StateBytes(0, 0)).device
+    def falling_nbytes(self) -> int:
+        """Bytes at the step's peak that fall as the offload fraction grows: all but streamed states
+        and matrices.
+        """
+        slots = self.states.at_rest.get(SLOTS, StateBytes(0, 0)).device
+        return self._at_rest_nbytes - slots + max(map(sum, self._moments))
+
+    @property
+    def _at_rest_nbytes(self) -> int:
+        """Bytes on the device that stay as they are in a step."""
+        return self.states.device_nbytes - self._gradients_nbytes
 
     @property
     def host_nbytes(self) -> int:
@@ -156,6 +174,7 @@ def rows_of(memory: RunMemory) -> dict[str, StateBytes]:
     rows[in_use] = StateBytes(peak.whole_layers, 0)
     rows[ACTIVATIONS] = StateBytes(peak.activations, memory.activations_room)
     rows[LOSS] = StateBytes(peak.loss, 0)
+    rows[MATRICES] = StateBytes(peak.matrices, 0)
     return {name: row for name, row in rows.items() if any(row)}
 
 
@@ -247,13 +266,12 @@ def first_fitting(
     if limit is None:
         return 0
 
-    # Bytes on the device fall as the fraction grows, except for slots, which grow with the
-    # largest group. So the first fraction that fits is one of the next ones.
-    def fits_without_slots(fraction: float) -> bool:
-        memory = memory_at(fraction)
-        return memory.device_nbytes - memory.slots_nbytes <= limit
+    # Slots grow with the largest group, and each side has buffers for its matrices. So the first
+    # fraction that fits is this one, or one of the next ones.
+    def may_fit(fraction: float) -> bool:
+        return memory_at(fraction).falling_nbytes <= limit
 
-    number = bisect_left(fractions, True, key=fits_without_slots)
+    number = bisect_left(fractions, True, key=may_fit)
     while number < len(fractions) and memory_at(fractions[number]).device_nbytes > limit:
         number += 1
     return number

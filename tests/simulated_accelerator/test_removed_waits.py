@@ -229,6 +229,27 @@ def _matrices_whose_gradients_come_late(_case: str, without: str | None) -> list
     return [value.double().sum().item() for value in matrices.values_of(layers, optimizer)]
 
 
+def _matrices_that_come_late(_case: str, without: str | None) -> list[float]:
+    """The values after a step of Muon whose matrices are orthogonalized long after their rows have
+    been written.
+    """
+    import tests.simulated_accelerator.device as sim
+
+    with recorded_lanes() as lanes:
+        layers, optimizer = _matrices("no_shard")
+    matrices.step(layers, optimizer, 0)
+    optimizer.synchronize()
+    main_weight = optimizer._sides.host_side.buckets[0].main_weight
+    before = main_weight.clone()
+    for layer in layers:
+        layer(1).backward()
+    torch.accelerator.synchronize()
+    with _without(without), sim.held(lanes["optimizer matrices"]):
+        optimizer.step(grad_scale=0.5)
+        _until(lambda: not torch.equal(main_weight, before), without)
+    return [value.double().sum().item() for value in matrices.values_of(layers, optimizer)]
+
+
 def _matrices_during_reads(_case: str, without: str | None) -> list[float]:
     """The states that a reader finds after the next step was queued."""
     layers, optimizer = _matrices("no_shard")
@@ -338,6 +359,8 @@ HELD = {
     "of old values for the early update": (_early_that_is_undone_soon, ""),
     "of matrices for the gradients": (_matrices_whose_gradients_come_late, ""),
     "of matrices for readers of states": (_matrices_during_reads, ""),
+    "of rows' way down for their matrices": (_matrices_that_come_late, ""),
+    "of the host for rows": (_matrices_that_come_late, ""),
     "of the step for exchanges": (_exchanges_that_come_late, ""),
 }
 

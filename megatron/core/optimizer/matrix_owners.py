@@ -13,14 +13,25 @@ places:
 
 A place sends its segments in the order of their owners, and an owner receives them in the order of
 their places; the results go the same way back, in the same memory.
+
+Parameters travel in batches, of which a few are in flight at a time, so that a step's buffers stay
+small: see `buffer_nbytes`.
 """
 
 from __future__ import annotations
 
 import bisect
 import itertools
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Hashable, Sequence
 from typing import NamedTuple
+
+import torch
+
+# Of a batch on each place: 64 MiB in bf16. All places together have enough matrices then.
+_MOST_NUMEL = 1 << 25
+_USUAL_BATCHES = 4  # about as many if there is little to exchange, so that they can overlap
+NUM_SLOTS = 3  # batches in flight at a time
 
 
 class HeldMatrices(NamedTuple):
@@ -53,6 +64,13 @@ class Matrix(NamedTuple):
         """Of its orthogonalization, up to a factor."""
         return self.num_rows * self.num_columns * min(self.num_rows, self.num_columns)
 
+    @property
+    def iterated_numel(self) -> int:
+        """Elements that exist at a time in `orthogonalize`: the matrix, its iterate before and
+        after a step, and two products of the smaller size.
+        """
+        return 3 * self.num_rows * self.num_columns + 2 * min(self.num_rows, self.num_columns) ** 2
+
 
 class Segment(NamedTuple):
     """Consecutive rows of a matrix that one place holds."""
@@ -66,6 +84,7 @@ class Segment(NamedTuple):
 class Division(NamedTuple):
     """Matrices, their segments in the order of their rows, and their owners."""
 
+    num_places: int
     matrices: list[Matrix]
     segments: list[Segment]
     owners: list[int]
@@ -82,6 +101,68 @@ class Division(NamedTuple):
 
     def numel(self, segment: Segment) -> int:
         return segment.num_rows * self.matrices[segment.matrix].num_columns
+
+
+class Batch(NamedTuple):
+    """Parameters whose rows travel together.
+
+    Attributes:
+        parameters: indices.
+        division: of their matrices, whose parameters are numbered within the batch.
+    """
+
+    parameters: list[int]
+    division: Division
+
+
+def batches_of(parameters: Sequence[HeldMatrices], kinds: Sequence[Hashable]) -> list[Batch]:
+    """Puts parameters into batches, in the order of their first parameters.
+
+    Args:
+        kinds: of each parameter; only those of equal kinds share batches. They have the same
+            places.
+
+    Raises:
+        ValueError: as `divide`.
+    """
+    together: dict[Hashable, list[int]] = {}
+    for index, kind in enumerate(kinds):
+        together.setdefault(kind, []).append(index)
+
+    found = []
+    for own in together.values():
+        num_places = len(parameters[own[0]].rows_at)
+        loads = [0] * num_places
+        ends = [*itertools.accumulate(parameters[index].numel for index in own)]
+        most = min(_MOST_NUMEL * num_places, -(-ends[-1] // _USUAL_BATCHES))
+        numbers = {index: (end - 1) // most for index, end in zip(own, ends, strict=True)}
+        for _, run in itertools.groupby(own, key=numbers.__getitem__):
+            batch = [*run]
+            found.append(Batch(batch, divide([parameters[index] for index in batch], loads)))
+    return sorted(found, key=lambda batch: batch.parameters[0])
+
+
+def buffer_nbytes(batches: Sequence[Batch]) -> int:
+    """The most bytes that a step of these batches takes on any place, all in bf16: rows that are
+    sent, in as many slots as batches are in flight, rows that are received if there are several
+    places, and one matrix with its iterations.
+    """
+    sent, received = [], []
+    for _, division in batches:
+        out, back = Counter[int](), Counter[int]()
+        for segment in division.segments:
+            out[segment.place] += division.numel(segment)
+            back[division.owners[segment.matrix]] += division.numel(segment)
+        sent.append(max(out.values(), default=0))
+        received.append(max(back.values(), default=0) if division.num_places > 1 else 0)
+
+    slots = sum(max(sent[slot::NUM_SLOTS], default=0) for slot in range(NUM_SLOTS))
+    in_flight = max(
+        (sum(received[number : number + NUM_SLOTS]) for number in range(len(batches))), default=0
+    )
+    matrices = (matrix for _, division in batches for matrix in division.matrices)
+    largest = max((matrix.iterated_numel for matrix in matrices), default=0)
+    return (slots + in_flight + largest) * torch.bfloat16.itemsize
 
 
 def divide(parameters: Sequence[HeldMatrices], loads: list[int]) -> Division:
@@ -119,7 +200,7 @@ def divide(parameters: Sequence[HeldMatrices], loads: list[int]) -> Division:
                 if rows
             ]
             matrices.append(Matrix(index, firsts[number], num_rows, held.num_columns))
-    return Division(matrices, segments, _owners(matrices, segments, loads))
+    return Division(len(loads), matrices, segments, _owners(matrices, segments, loads))
 
 
 def _owners(matrices: Sequence[Matrix], segments: Sequence[Segment], loads: list[int]) -> list[int]:

@@ -47,13 +47,15 @@ from megatron.core.lanes import Event, Lane, ThreadEvent
 from megatron.core.mesh import group_over, ranks_over
 from megatron.core.optimizer.kernels.newton_schulz import MuonStep, orthogonalize
 from megatron.core.optimizer.kernels.piece import Kernel
-from megatron.core.optimizer.matrix_owners import Division, HeldMatrices, Segment, divide
+from megatron.core.optimizer.matrix_owners import (
+    NUM_SLOTS,
+    Batch,
+    Division,
+    HeldMatrices,
+    Segment,
+    batches_of,
+)
 from megatron.core.optimizer.rule_states import LocalArray, PlannedUpdates, Update, carry_out, plan
-
-# Of a batch on each rank: 64 MiB in bf16. All ranks together have enough matrices then.
-_MOST_NUMEL = 1 << 25
-_USUAL_BATCHES = 4  # about as many if there is little to exchange, so that they can overlap
-_NUM_SLOTS = 3  # batches in flight at a time
 
 
 class _AtOnce:
@@ -105,15 +107,14 @@ class _Route(NamedTuple):
     Attributes:
         steps: the parameters' indices.
         group: of the ranks that exchange rows, in which a place is a rank; None: this rank alone.
-        own: this rank's place.
+        rows: of each parameter, on this rank.
         sent, received: this rank's segments, in the order of the messages.
         sent_numels, received_numels: the sizes of the messages to and from each place.
     """
 
     steps: list[int]
     group: dist.ProcessGroup | None
-    own: int
-    held: list[HeldMatrices]
+    rows: list[range]
     division: Division
     sent: list[Segment]
     received: list[Segment]
@@ -203,9 +204,9 @@ class MatrixPass:
         found = []
         for number, (route, numel) in enumerate(zip(self._routes, sizes, strict=True)):
             own = [steps[index] for index in route.steps]
-            slot, device = number % _NUM_SLOTS, own[0].parameter.device
+            slot, device = number % NUM_SLOTS, own[0].parameter.device
             if (slot, device) not in memory:
-                most = max(sizes[slot::_NUM_SLOTS])
+                most = max(sizes[slot::NUM_SLOTS])
                 memory[slot, device] = torch.empty(most, dtype=torch.bfloat16, device=device)
             found.append(_batch(route, own, memory[slot, device][:numel]))
         return found
@@ -262,41 +263,26 @@ def _identity(step: MatrixStep) -> tuple[int, tuple[int, ...]]:
 
 
 def _routes(steps: Sequence[MatrixStep]) -> list[_Route]:
-    # By ranks and device, in the order in which they come first, which is the same on all ranks.
-    together: dict[tuple[dist.ProcessGroup | None, torch.device], dict[int, HeldMatrices]] = {}
-    for index, step in enumerate(steps):
+    held, kinds = [], []
+    for step in steps:
         group, rows = _rows_by_place(step.parameter)
-        held = HeldMatrices(step.num_rows, step.parameter.shape[1], rows)
-        key = (group, step.parameter.device)
-        together.setdefault(key, {})[index] = held
-
-    found = []
-    for (group, _), parameters in together.items():
-        num_places = len(next(iter(parameters.values())).rows_at)
-        loads = [0] * num_places
-        ends = [*itertools.accumulate(held.numel for held in parameters.values())]
-        most = min(_MOST_NUMEL * num_places, -(-ends[-1] // _USUAL_BATCHES))
-        numbers = {index: (end - 1) // most for index, end in zip(parameters, ends, strict=True)}
-        for _, run in itertools.groupby(parameters, key=numbers.__getitem__):
-            found.append(_route({index: parameters[index] for index in run}, group, loads))
-    # In the order of forward.
-    return sorted(found, key=lambda route: route.steps[0])
+        held.append(HeldMatrices(step.num_rows, step.parameter.shape[1], rows))
+        kinds.append((group, step.parameter.device))
+    # In the order of the steps, which is the same on all ranks.
+    return [_route(batch, held, kinds[batch.parameters[0]][0]) for batch in batches_of(held, kinds)]
 
 
-def _route(
-    parameters: Mapping[int, HeldMatrices], group: dist.ProcessGroup | None, loads: list[int]
-) -> _Route:
-    held, own = [*parameters.values()], 0 if group is None else dist.get_rank(group)
-    division = divide(held, loads)
+def _route(batch: Batch, held: Sequence[HeldMatrices], group: dist.ProcessGroup | None) -> _Route:
+    parameters, division = batch
+    own = 0 if group is None else dist.get_rank(group)
     sent, received = division.sent(own), division.received(own)
-    sent_numels, received_numels = [0] * len(loads), [0] * len(loads)
+    sent_numels, received_numels = [0] * division.num_places, [0] * division.num_places
     for segment in sent:
         sent_numels[division.owners[segment.matrix]] += division.numel(segment)
     for segment in received:
         received_numels[segment.place] += division.numel(segment)
-    return _Route(
-        [*parameters], group, own, held, division, sent, received, sent_numels, received_numels
-    )
+    rows = [held[index].rows_at[own] for index in parameters]
+    return _Route(parameters, group, rows, division, sent, received, sent_numels, received_numels)
 
 
 def _rows_by_place(
@@ -333,7 +319,7 @@ def _batch(route: _Route, steps: Sequence[MatrixStep], buffer: torch.Tensor) -> 
     updates, additions, passages = [], [], []
     for segment, place in zip(route.sent, _rows_in(buffer, route, route.sent), strict=True):
         matrix = route.division.matrices[segment.matrix]
-        step, rows = steps[matrix.parameter], route.held[matrix.parameter].rows_at[route.own]
+        step, rows = steps[matrix.parameter], route.rows[matrix.parameter]
         first = matrix.first_row + segment.first_row - rows.start
         arrays = {
             name: LocalArray(array.tensor.narrow(0, first, segment.num_rows))

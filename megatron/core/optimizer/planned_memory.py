@@ -5,6 +5,7 @@
                           makes a single weight
     planned.shards        the parameter groups, whose whole weights and gradients come on top while
                           they are in use
+    planned.matrices      the buffers on the device with which a step of Muon updates its matrices
 
 It is arithmetic on shapes: the model may be on meta, and no process group is needed. What decides
 about buffers is asked where it is decided when they are made: which parameters share one
@@ -16,7 +17,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
 
@@ -37,6 +38,12 @@ from megatron.core.optimizer.cpu_offloading.host_layout import BucketShape, Host
 from megatron.core.optimizer.cpu_offloading.plan import OffloadPlan
 from megatron.core.optimizer.cpu_offloading.streamed_pass import NUM_SLOTS, SlotSize
 from megatron.core.optimizer.distrib_optimizer import offload_groups
+from megatron.core.optimizer.matrix_owners import (
+    Batch,
+    HeldMatrices,
+    batches_of,
+    buffer_nbytes,
+)
 from megatron.core.optimizer.rules import rule_of
 from megatron.core.optimizer.state_memory import (
     COMPUTE,
@@ -69,6 +76,18 @@ class StateSettings:
     is_accelerator: bool = False
 
 
+class MatrixBytes(NamedTuple):
+    """The bytes of the buffers with which Muon updates its matrices.
+
+    Attributes:
+        in_step: between a backward and the next forward.
+        in_forward: of updates that continue under the next forward.
+    """
+
+    in_step: int = 0
+    in_forward: int = 0
+
+
 @dataclass(frozen=True)
 class PlannedMemory:
     """Planned bytes of one rank.
@@ -78,11 +97,13 @@ class PlannedMemory:
             than our own, which allocate them in their first step, are in it.
         host_needs: by purpose, the states of a rule together.
         shards: of Megatron-FSDP; without units for other engines.
+        matrices: buffers of Muon on the device; at most, since ranks differ.
     """
 
     at_rest: dict[str, StateBytes]
     host_needs: list[HostNeed]
     shards: ShardPlan
+    matrices: MatrixBytes
 
     @property
     def device_nbytes(self) -> int:
@@ -120,7 +141,7 @@ def plan_memory(
         planner.add_groups(model, shards, plan, rank)
     else:
         planner.add_tensors(model, plan, rank)
-    return PlannedMemory(planner.table(), planner.host_needs(), shards)
+    return PlannedMemory(planner.table(), planner.host_needs(), shards, planner.matrices())
 
 
 class _Share(NamedTuple):
@@ -139,12 +160,23 @@ class _Planner:
         rule = rule_of(self._config)
         self._state_dtypes = rule.all_state_dtypes
         self._has_parts = len(rule.parts) > 1
+        groups = parameter_groups(model, self._config)
         # Of each parameter, by id.
         self._rules = {
             id(parameter): rule.part_for({**rule.defaults, **group})
-            for group in parameter_groups(model, self._config)
+            for group in groups
             for parameter in group["params"]
         }
+        self._matrix_rows = {
+            id(parameter): rows
+            for group in groups
+            if "matrix_rows" in group
+            for parameter, rows in zip(group["params"], group["matrix_rows"], strict=True)
+        }
+        # By parameter, with the ranks that share its rows.
+        self._held: dict[int, tuple[HeldMatrices, Hashable]] = {}
+        self._held_on_host: list[int] = []  # in the order of their buckets
+        self._cuts: dict[Hashable, list[tuple[range, ...]]] = {}  # of equal groups
         self._device: dict[str, int] = {}
         self._host: dict[str, int] = {}
         self._pinned: set[str] = set()
@@ -163,6 +195,21 @@ class _Planner:
             needs[what] = HostNeed(what, before + size, name in self._pinned)
         return [need for need in needs.values() if need.nbytes]
 
+    def matrices(self) -> MatrixBytes:
+        """The buffers of Muon, which each side has for its matrices."""
+        on_host = self._batches(self._held_on_host)
+        others = self._held.keys() - {*self._held_on_host}
+        on_device = self._batches(own for own in self._matrix_rows if own in others)
+        late = buffer_nbytes(on_host)
+        # A step waits for exchanges.
+        waits = any(batch.division.num_places > 1 for batch in on_host)
+        overlaps = self._config.overlap.in_forward and not waits
+        return MatrixBytes(buffer_nbytes(on_device) + late, late if overlaps else 0)
+
+    def _batches(self, parameters: Iterable[int]) -> list[Batch]:
+        held = [self._held[own] for own in parameters]
+        return batches_of([matrices for matrices, _ in held], [ranks for _, ranks in held])
+
     # Parameter groups
 
     def add_groups(
@@ -176,13 +223,16 @@ class _Planner:
                 self._add(MAIN, group.main_nbytes)
 
         by_parameter: dict[int, GroupPlan] = {}
-        places: dict[int, StatePlaces] = {}  # by id of the group
+        members: dict[int, list[int]] = {}  # by id of the group
+        places: dict[int, StatePlaces] = {}
         for unit, planned in zip(units_of(model), shards.units, strict=True):
             for group in planned.groups:
                 own = [id(unit.module.get_parameter(each.fqns[0])) for each in group.parameters]
                 by_parameter.update(dict.fromkeys(own, group))
                 if not group.requires_grad:
                     continue
+                members[id(group)] = own
+                self._hold(group, own, rank)
                 if not group.is_on_host:
                     self._add_group_states(group, own, rank)
                 elif self._has_parts:
@@ -194,6 +244,9 @@ class _Planner:
             fsdp_group
             for group in self._offloaded(model, plan, by_module=True)
             for fsdp_group in _each_once(by_parameter[id(p)] for p in group.parameters)
+        ]
+        self._held_on_host = [
+            own for group in buckets for own in members[id(group)] if own in self._held
         ]
         if buckets and self._config.update_on_device != 0:
             size = SlotSize.of(
@@ -216,6 +269,27 @@ class _Planner:
             ]
         )
 
+    def _hold(self, group: GroupPlan, parameters: Sequence[int], rank: int) -> None:
+        """Takes in the matrices of a group.
+
+        Args:
+            parameters: the ids of its parameters, in order.
+        """
+        if not any(own in self._matrix_rows for own in parameters):
+            return
+        coordinate = _coordinate(group, rank)
+        key = (group.layout, group.mesh_shape, group.placements, coordinate)
+        if key not in self._cuts:
+            self._cuts[key] = group.rows_by_place(coordinate)
+        axes = group.divided_axes
+        ranks = (group.mesh_shape, *axes) if axes else ()
+        for parameter, planned, rows in zip(
+            parameters, group.parameters, self._cuts[key], strict=True
+        ):
+            if parameter in self._matrix_rows:
+                held = HeldMatrices(self._matrix_rows[parameter], planned.shape[1], rows)
+                self._held[parameter] = (held, ranks)
+
     def _add_group_states(self, group: GroupPlan, parameters: Sequence[int], rank: int) -> None:
         """States of a group that is stepped on the device.
 
@@ -236,7 +310,14 @@ class _Planner:
     def add_tensors(self, model: nn.Module, plan: OffloadPlan | None, rank: int) -> None:
         """Takes in the parameters of PyTorch FSDP2, or of a model that is not sharded."""
         offloaded = self._offloaded(model, plan, by_module=False)
-        on_host = {id(p) for group in offloaded for p in group.parameters}
+        for parameter in model.parameters():
+            if id(parameter) in self._matrix_rows:
+                rows = self._rows_by_rank(parameter)
+                matrices = self._matrix_rows[id(parameter)]
+                held = HeldMatrices(matrices, parameter.shape[1], rows)
+                self._held[id(parameter)] = (held, len(rows))
+        on_host = {id(p): None for group in offloaded for p in group.parameters}
+        self._held_on_host = [own for own in on_host if own in self._held]
         is_sharded = self._settings.parallel.use_torch_fsdp2
         for parameter in _each_once(model.parameters()):
             share, itemsize = self._share(parameter, rank), parameter.dtype.itemsize
@@ -281,9 +362,15 @@ class _Planner:
     def _share(self, parameter: nn.Parameter, rank: int) -> _Share:
         if not self._settings.parallel.use_torch_fsdp2:
             return _Share(parameter.numel(), parameter.numel())
-        num_rows, row = parameter.shape[0], math.prod(parameter.shape[1:])
-        most = -(-num_rows // self._settings.world_size)
-        return _Share(max(0, min(most, num_rows - rank * most)) * row, most * row)
+        rows, row = self._rows_by_rank(parameter), math.prod(parameter.shape[1:])
+        return _Share(len(rows[rank]) * row, len(rows[0]) * row)
+
+    def _rows_by_rank(self, parameter: nn.Parameter) -> tuple[range, ...]:
+        """The rows of each rank, in FSDP2; otherwise of this one."""
+        rows, is_sharded = range(parameter.shape[0]), self._settings.parallel.use_torch_fsdp2
+        num_ranks = self._settings.world_size if is_sharded else 1
+        most = -(-len(rows) // num_ranks)
+        return tuple(rows[rank * most : (rank + 1) * most] for rank in range(num_ranks))
 
     # Common
 
@@ -337,12 +424,17 @@ class _Planner:
 
 def _local_numels(group: GroupPlan, rank: int) -> list[int]:
     """A rank's elements of each of a group's parameters."""
+    coordinate = _coordinate(group, rank)
+    return [group.local_numel(tensor, coordinate) for tensor in range(len(group.parameters))]
+
+
+def _coordinate(group: GroupPlan, rank: int) -> tuple[int, ...]:
+    """A rank's place on each axis of a group's mesh."""
     coordinate: list[int] = []
     for size in reversed(group.mesh_shape):
         rank, place = divmod(rank, size)
         coordinate.insert(0, place)
-    tensors = range(len(group.parameters))
-    return [group.local_numel(tensor, tuple(coordinate)) for tensor in tensors]
+    return tuple(coordinate)
 
 
 def _each_once(items: Iterable[_T]) -> list[_T]:

@@ -24,6 +24,7 @@ from megatron.core.optimizer.cpu_offloading.bucket import FsdpBucket
 from megatron.core.optimizer.cpu_offloading.early_updates import EarlyUpdate, EarlyUpdates
 from megatron.core.optimizer.cpu_offloading.host_side import HostSide
 from megatron.core.optimizer.cpu_offloading.streamed_pass import StreamedPass
+from megatron.core.optimizer.matrix_pass import MatrixPass
 
 
 class Removal(NamedTuple):
@@ -121,6 +122,10 @@ REMOVALS = {
     "of matrices for readers of states": Removal(
         HostSide, "_begin_matrices", {r"\(each\.fetched, \*each\.free\)": "[each.fetched]"}
     ),
+    "of rows' way down for their matrices": Removal(
+        MatrixPass, "stages", {r"(bring_down, number - 2\)), after\)": r"\1)"}
+    ),
+    "of the host for rows": Removal(MatrixPass, "stages", {r"down\.synchronize\(\)": "pass"}),
     "of the step for exchanges": Removal(
         HostSide, "_begin_matrices", {r"ended\.synchronize\(\)": "pass"}
     ),

@@ -21,7 +21,7 @@ from megatron.core.models.gpt.activations import ActivationBytes
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer.config import OptimizerConfig
 from megatron.core.optimizer.lr_schedule import LRScheduleConfig
-from megatron.core.optimizer.planned_memory import PlannedMemory
+from megatron.core.optimizer.planned_memory import MatrixBytes, PlannedMemory
 from megatron.core.optimizer.state_memory import COMPUTE, GRADIENTS, StateBytes
 from megatron.core.options import ConfigError
 from megatron.core.transformer.config import TransformerConfig
@@ -89,20 +89,21 @@ MODELS = {
 
 
 @pytest.mark.parametrize(
-    ("kept", "loss", "gradients", "peak"),
+    ("kept", "loss", "gradients", "in_step", "peak"),
     [
-        ((3, 4), 900, 70, Moment(0, 6 + 2, 7, 900)),
-        ((300, 400), 9, 70, Moment(35, 50, 700 + 5, 0)),
-        ((3, 4), 90, 700, Moment(700, 50, 4 + 5, 0)),
+        ((3, 4), 900, 70, 40, Moment(0, 6 + 2, 7, 900, 11)),
+        ((300, 400), 9, 70, 40, Moment(35, 50, 700 + 5, 0, 0)),
+        ((3, 4), 90, 700, 40, Moment(700, 50, 4 + 5, 0, 0)),
+        ((3, 4), 90, 700, 60, Moment(700, 0, 0, 0, 60)),
     ],
-    ids=["loss", "last layer", "first layer"],
+    ids=["loss", "last layer", "first layer", "matrices"],
 )
-def test_gradients_come_as_activations_go(
-    kept: tuple[int, ...], loss: int, gradients: int, peak: Moment
+def test_gradients_come_as_activations_go_and_matrices_come_last(
+    kept: tuple[int, ...], loss: int, gradients: int, in_step: int, peak: Moment
 ) -> None:
     at_rest = {COMPUTE: StateBytes(1000, 0), GRADIENTS: StateBytes(gradients, 0)}
     memory = RunMemory(
-        PlannedMemory(at_rest, [], ShardPlan(())),
+        PlannedMemory(at_rest, [], ShardPlan(()), MatrixBytes(in_step, in_forward=11)),
         ActivationBytes(kept, recomputed=5, exchanged=0, rest=0, loss=loss),
         activations_on_host=0,
         activations_room=0,

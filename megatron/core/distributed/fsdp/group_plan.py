@@ -16,8 +16,9 @@ and callers that need the sizes before use one, too.
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -254,8 +255,11 @@ class GroupPlan:
     @property
     def maxima_axes(self) -> list[int]:
         """The mesh axes over which the maxima are reduced: those that divide a weight in use."""
-        if self.recipe is None:
-            return []
+        return [] if self.recipe is None else self.divided_axes
+
+    @cached_property
+    def divided_axes(self) -> list[int]:
+        """The mesh axes along which ranks update different rows of a weight in use."""
         cuts = zip(
             sharded_axes(self.placements.optimizer),
             self.placements.is_kept,
@@ -310,6 +314,27 @@ class GroupPlan:
         rows = sum(chunk.num_rows for chunk in self.layout.chunks(piece) if chunk.tensor == tensor)
         shape = self.layout.tensor_shapes[tensor]
         return rows * (self.layout.numel(tensor) // shape[0])
+
+    def rows_by_place(self, coordinate: Sequence[int]) -> list[tuple[range, ...]]:
+        """For each parameter the rows that each rank along `divided_axes` updates, the last axis
+        running fastest.
+
+        Args:
+            coordinate: of one of these ranks.
+        """
+        is_sharded, axes = sharded_axes(self.placements.optimizer), self.divided_axes
+        pieces = []
+        for places in itertools.product(*(range(self.mesh_shape[axis]) for axis in axes)):
+            own = dict(zip(axes, places, strict=True))
+            at = [own.get(axis, place) for axis, place in enumerate(coordinate)]
+            pieces.append(self.layout.local_range(self.mesh_shape, is_sharded, at))
+        found = []
+        for tensor in range(len(self.parameters)):
+            chunks = [self.layout.chunk(tensor, piece) for piece in pieces]
+            found.append(
+                tuple(range(each.first_row, each.first_row + each.num_rows) for each in chunks)
+            )
+        return found
 
     def _numel(self, placements: Iterable[Placement]) -> int:
         """Elements of this rank's piece."""

@@ -476,6 +476,11 @@ class HostSide:
         their gradients have been fetched.
         """
         assert self._matrix_kernel is not None, "made with the first bucket"
+        # The lane that fetches gradients also brings rows down: it must not wait for an update that
+        # needs it for that, as of a step without a forward in between.
+        for step in planned.steps:
+            for updated in step.bucket.updates():
+                updated.synchronize()
         begun = {id(step.bucket): self._fetch(step, now, timings) for step in planned.steps}
 
         # The buckets of each batch, and the last batch that has matrices of a bucket.

@@ -10,12 +10,15 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from benchmarks.helpers.memory import peak_bytes
+from megatron.core import products
 from megatron.core.device import Device
 from megatron.core.distributed.config import DataParallelConfig
 from megatron.core.layer_execution import use_low_precision
 from megatron.core.low_precision.config import LowPrecisionConfig
 from megatron.core.mesh import build_mesh
 from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.optimizer import matrix_pass, rule_optimizer
 from megatron.core.optimizer.config import OptimizerConfig
 from megatron.core.optimizer.distrib_optimizer import plan_offload
 from megatron.core.optimizer.lr_schedule import LRScheduleConfig
@@ -286,3 +289,81 @@ def test_a_plan_is_the_memory_of_a_model_that_is_not_sharded(fraction):
         offload = {"optimizer_cpu_offload": True, "optimizer_offload_fraction": fraction}
         case = replace(case, optimizer=offload)
     _check(case, 1)
+
+
+WIDER = TransformerConfig(
+    **{**SIZES, "num_layers": 5, "hidden_size": 64, "ffn_hidden_size": 96}, add_bias_linear=False
+)
+WIDER_MIXTURE = replace(
+    WIDER, num_experts=4, moe_ffn_hidden_size=32, moe_layer_freq="[0,1,1,1,1]", moe_router_topk=2
+)
+
+
+class Exchanged:
+    """An exchange that has moved nothing."""
+
+    def wait(self) -> None:
+        pass
+
+
+def _step_buffers(case: Case) -> tuple[int, int]:
+    """Planned bytes of Muon's buffers, and the most that exist at a time in a step."""
+    config, world_size = case.engine_config(), dist.get_world_size()
+    with torch.device("meta"):
+        model = case.build()
+    plan = plan_offload(model, config.optimizer, by_module=bool(config.parallel.use_megatron_fsdp))
+    settings = state_settings(config, world_size, is_accelerator=False)
+    planned = plan_memory(model, settings, plan, dist.get_rank()).matrices
+
+    engine = build_engine(config, Device("cpu"), build_mesh("cpu", world_size))
+    engine.initialize(case.build)
+    tokens = torch.arange(12).view(2, 6)
+    engine.model(tokens=tokens, labels=tokens).mean().backward()
+    optimizer = engine.state.optimizer.optimizer
+    optimizer.step()
+    with pytest.MonkeyPatch.context() as patch:
+        # gloo's threads may free what they send. Elementwise updates have scratch memory for every
+        # rule, and some CPUs multiply in other dtypes.
+        patch.setattr(dist, "all_to_all_single", lambda *_, **__: Exchanged())
+        patch.setattr(matrix_pass, "carry_out", lambda *_: None)
+        patch.setattr(rule_optimizer, "carry_out", lambda *_: None)
+        patch.setattr(products, "_SLOW_DTYPES", frozenset())
+        return planned.in_step, peak_bytes(optimizer.step)
+
+
+STEPPED = {
+    "dense": Case(WIDER, optimizer={"optimizer": "muon"}),
+    "experts, on the host": Case(WIDER_MIXTURE).on_host(1.0, optimizer="muon"),
+    "experts divided, half on the host": Case(WIDER_MIXTURE, EP2).on_host(0.5, optimizer="muon"),
+    "FSDP2": Case(WIDER, FSDP2, {"optimizer": "muon"}),
+    "not sharded": Case(WIDER, NO_SHARD, {"optimizer": "muon"}),
+    "HFSDP": Case(WIDER_MIXTURE, HFSDP, {"optimizer": "muon"}),
+}
+
+
+@pytest.mark.parametrize(
+    ("case", "world_size"),
+    [
+        ("dense", 2),
+        ("experts, on the host", 1),
+        ("experts divided, half on the host", 4),
+        *(
+            pytest.param(case, world_size, marks=pytest.mark.wide)
+            for case in STEPPED
+            for world_size in (1, 2, 3, 4)
+        ),
+    ],
+)
+def test_the_buffers_of_muons_step_are_planned(case: str, world_size: int) -> None:
+    """Those of the rank with the most; at most, if ranks differ or both sides have some."""
+    divides = {"experts divided, half on the host": 2, "HFSDP": 2}.get(case, 1)
+    if world_size % divides:
+        pytest.skip("these ranks cannot divide the model")
+    found = run_ranks(world_size, _step_buffers, STEPPED[case])
+    (planned,) = {planned for planned, _ in found}
+    measured = max(measured for _, measured in found)
+    slack = 32 << 10  # scratch of elementwise updates of the other weights
+    assert measured <= planned + slack
+    # The sides step one after the other.
+    least = 0.5 if "half" in case else 0.7 if world_size > 1 else 1.0
+    assert measured >= least * planned

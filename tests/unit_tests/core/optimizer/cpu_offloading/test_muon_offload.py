@@ -11,12 +11,14 @@ import torch
 from torch import Tensor, nn
 
 from megatron.core.dist_checkpointing.fsdp_checkpoint import load_checkpoint, save_checkpoint
+from megatron.core.distributed.fsdp import microbatch
 from megatron.core.lanes import delays
 from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDeviceOptimizer
 from megatron.core.optimizer.rule_optimizer import RuleOptimizer
 from megatron.core.optimizer.rules import Muon
 from tests.helpers.ranks import run_ranks
 from tests.unit_tests.core.optimizer.test_muon_ranks import (
+    CLIP,
     EP,
     STEPS,
     Model,
@@ -140,6 +142,31 @@ def _returns_early() -> tuple[bool, list[str]]:
 
 def test_a_step_on_one_rank_returns_before_its_matrices_are_updated():
     assert run_ranks(1, _returns_early) == [(True, [])]
+
+
+def _stepped_twice() -> list[str]:
+    """What differs after two steps, the second of which is queued before the first has begun."""
+    alone, (model, context) = Model(), sharded("optim_grads_params")
+    single, optimizer = optimizer_of(alone), offloaded(model, 1.0, **OVERLAPPED)
+    alone(0).backward()
+    assert context is not None
+    with microbatch(context, is_last=True):
+        model(0).backward()
+    for _ in range(2):
+        single.step(grad_scale=CLIP)
+
+    may_start = threading.Event()
+    optimizer._sides.host_side.lanes.start.enqueue(lambda: may_start.wait(60))
+    steps = threading.Thread(target=lambda: [optimizer.step(grad_scale=CLIP) for _ in range(2)])
+    steps.start()
+    steps.join(0.5)
+    may_start.set()
+    steps.join()
+    return differing(values(model, optimizer), values(alone, single))
+
+
+def test_a_second_step_with_the_same_gradients_does_not_wait_for_itself():
+    assert run_ranks(1, _stepped_twice) == [[]]
 
 
 def _is_as_on_the_device(dtype: torch.dtype, fraction: float) -> bool:
