@@ -41,6 +41,7 @@ from megatron.core.layer_execution import (
     use_low_precision,
 )
 from megatron.core.log import counted
+from megatron.core.low_precision.amax_history import AmaxHistory, update_histories
 from megatron.core.materialize import materialize, seeded_reset
 from megatron.core.optimizer.cpu_offloading.plan import OffloadPlan
 from megatron.core.optimizer.distrib_optimizer import (
@@ -99,6 +100,7 @@ class ModuleEngine:
         self._num_local_ranks = num_local_ranks
         self.activations: ActivationOffload | None = None
         self._state: RunState | None = None
+        self._histories: list[AmaxHistory] = []
         self._has_warned_of_schedule = False
         self._num_masked_steps = 0
 
@@ -145,6 +147,7 @@ class ModuleEngine:
 
         gathers_codes = self.config.parallel.fp8_param_gather
         use_low_precision(model, self.config.low_precision, gathers_codes=gathers_codes)
+        self._histories = [own for own in model.modules() if isinstance(own, AmaxHistory)]
         num_parameters = sum(parameter.numel() for parameter in model.parameters())
         config = with_known_fraction(self.config, model, self.device, self.mesh)
         self.config = config
@@ -267,6 +270,8 @@ class ModuleEngine:
             votes=votes,
             mark=mark,
         )
+        # After the launch of the optimizer's step, which waits for none of this.
+        update_histories(self._histories, self.mesh.get_group())
 
         if self.activations is not None:
             self.activations.end_step()

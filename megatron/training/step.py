@@ -21,7 +21,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from megatron.core.distributed.megatron_fsdp import context_of, microbatch_of
 from megatron.core.issued_collectives import issuing
-from megatron.core.low_precision.amax_history import update_histories
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer, PlannedStep
 from megatron.core.timeline import NO_TIMELINE, RANKS, AnyTimeline
 from megatron.core.transformer.expert_bias import update_expert_bias
@@ -161,7 +160,6 @@ def train_step(
     has_stepped = optimizer.step(norm, planned, grad_divisor=agreed.grad_divisor)
     if has_stepped and agreed.load is not None:
         update_expert_bias(model, agreed.load)
-    update_histories(model, mesh.get_group())  # after the launch of the step, which waits for none
     optimizer.zero_grad()
     loss_scale = None if optimizer.loss_scaler is None else optimizer.loss_scale
     num_samples = num_samples * mesh.size() // ranks_per_sample

@@ -192,7 +192,9 @@ class Adam(UpdateRule):
         pool = HostAdam(num_threads, cores=cores)
         if pool.body == "torch":  # which has no threads of its own
             return pool.run
-        return HostKernel(lambda pieces, grad_scale: pool.submit([*pieces], grad_scale).wait)
+        return HostKernel(
+            lambda pieces, grad_scale: pool.submit([*pieces], grad_scale).wait, pool.encode
+        )
 
     def device_kernel(self, device: torch.device) -> Kernel:
         has_triton = driver_of(device.type).has_triton and device_adam.works_on(device)

@@ -27,14 +27,15 @@ import torch
 
 from megatron.core.dtypes import FLOAT_DTYPES
 from megatron.core.local_ranks import local_world_size, num_sharing_ranks, num_usable_cores
+from megatron.core.low_precision.scaling import ScaleKind
 from megatron.core.optimizer.kernels import torch_adam
 from megatron.core.optimizer.kernels.adam import AdamScalars, AdamStep
-from megatron.core.optimizer.kernels.piece import Piece
+from megatron.core.optimizer.kernels.piece import Piece, PieceCodes
 
 LIBRARY = Path(__file__).with_name("libhost_adam.so")
 logger = logging.getLogger(__name__)
 
-_VERSION = 2  # of the library's structs and signatures
+_VERSION = 3  # of the library's structs and signatures
 _BODIES = {"avx512": 2, "avx2": 1, "baseline": 0}  # the fastest first
 _TYPES: dict[torch.dtype | None, int] = {
     None: 0,
@@ -42,6 +43,8 @@ _TYPES: dict[torch.dtype | None, int] = {
     torch.bfloat16: 2,
     torch.float16: 3,
 }
+_SCALE_KINDS = {ScaleKind.FP32: 0, ScaleKind.POWER_OF_TWO: 1, ScaleKind.E8M0: 2}
+_STEP, _TOUCH, _ENCODE = 0, 1, 2  # modes of a job
 # The type of the weight marks a remainder.
 _SPLIT = 4
 
@@ -65,6 +68,7 @@ class _Arrays(ctypes.Structure):
         ("out_type", ctypes.c_int32),
         ("stream", ctypes.c_int32),
         ("streams_undo", ctypes.c_int32),
+        ("ahead", ctypes.c_int64),
     )
 
 
@@ -85,10 +89,30 @@ class _Scalars(ctypes.Structure):
     )
 
 
-class _Piece(ctypes.Structure):
-    """`HostPiece` of host_adam.cpp."""
+class _Codes(ctypes.Structure):
+    """`Codes` of host_adam.cpp."""
 
-    _fields_ = (("arrays", _Arrays), ("scalars", _Scalars), ("numel", ctypes.c_int64))
+    _fields_ = (
+        ("codes", ctypes.c_void_p),
+        ("maxima", ctypes.c_void_p),
+        ("first_row", ctypes.c_int64),
+        ("columns", ctypes.c_int64),
+        ("matrix_rows", ctypes.c_int64),
+        ("tile_rows", ctypes.c_int64),
+        ("tile_columns", ctypes.c_int64),
+        ("kind", ctypes.c_int32),
+    )
+
+
+class _Piece(ctypes.Structure):
+    """`HostAdamPiece` of host_adam.cpp."""
+
+    _fields_ = (
+        ("arrays", _Arrays),
+        ("scalars", _Scalars),
+        ("numel", ctypes.c_int64),
+        ("codes", _Codes),
+    )
 
 
 class HostAdam:
@@ -185,11 +209,7 @@ class HostAdam:
         Raises:
             As `run` does.
         """
-        # The library trusts addresses, types and lengths.
-        for piece in pieces:
-            piece.check()
-            if piece.weight.device.type != "cpu":
-                raise ValueError(f"Expected tensors on the CPU, got {piece.weight.device}.")
+        self._check(pieces)
 
         # A loss that is not finite reaches nearly every gradient: one element is a free check. What
         # can be undone may have been started before it was known.
@@ -200,10 +220,35 @@ class HostAdam:
         if library is None:
             torch_adam.run(pieces, grad_scale)
             return Ticket(None, (), self._process)
+        return self._submitted(library, pieces, grad_scale, _TOUCH if touch else _STEP)
 
+    def encode(self, pieces: Sequence[Piece]) -> None:
+        """Writes, of pieces with codes that were stepped, the codes of tiles of which a piece has
+        some rows only, by the maxima of the whole tiles, and returns when they are written.
+
+        Raises:
+            As `run` does.
+        """
+        self._check(pieces)
+        library = self._usable_library()
+        if library is not None:
+            self._submitted(library, pieces, 1.0, _ENCODE).wait()
+
+    def _check(self, pieces: Sequence[Piece]) -> None:
+        # The library trusts addresses, types and lengths.
+        for piece in pieces:
+            piece.check()
+            if piece.weight.device.type != "cpu":
+                raise ValueError(f"Expected tensors on the CPU, got {piece.weight.device}.")
+            if piece.codes is not None and self._body == "torch":
+                raise ValueError("Expected pieces without codes for the torch body, got some.")
+
+    def _submitted(
+        self, library: ctypes.CDLL, pieces: Sequence[Piece], grad_scale: float, mode: int
+    ) -> Ticket:
         structs = (_Piece * len(pieces))(*[_described(piece, grad_scale) for piece in pieces])
         handle = library.host_adam_submit(
-            self._pool, _BODIES[self._body], structs, len(pieces), touch
+            self._pool, _BODIES[self._body], structs, len(pieces), mode
         )
         if not handle:
             raise MemoryError(f"Expected memory for a job of {len(pieces)} pieces, got none.")
@@ -384,7 +429,25 @@ def _described(piece: Piece, grad_scale: float) -> _Piece:
         _TYPES[exp_avg.dtype],
         _TYPES[None if out is None else out.dtype],
     )
-    return _Piece(arrays, _scalars(piece.step, grad_scale), piece.numel)
+    scalars = _scalars(piece.step, grad_scale)
+    return _Piece(arrays, scalars, piece.numel, _described_codes(piece.codes))
+
+
+def _described_codes(codes: PieceCodes | None) -> _Codes:
+    if codes is None:
+        return _Codes()
+    (rows, columns), quantizer = codes.shape, codes.quantizer
+    tile_rows, tile_columns = quantizer.scaling.tile
+    return _Codes(
+        codes.codes.data_ptr(),
+        codes.maxima.data_ptr(),
+        codes.first_row,
+        columns,
+        quantizer.matrix_rows or rows,
+        tile_rows,
+        columns if tile_columns is None else tile_columns,
+        _SCALE_KINDS[quantizer.scaling.kind],
+    )
 
 
 # The pieces of a step share few sets of constants.

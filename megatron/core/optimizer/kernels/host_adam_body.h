@@ -169,18 +169,18 @@ INLINE void keep_tile(const Arrays& a) {
   keep<M>(a.exp_avg_sq, a.undo_exp_avg_sq, a.streams_undo);
 }
 
-INLINE void prefetch(const void* array, int64_t size) {
-  const char* ahead = static_cast<const char*>(array) + kPrefetch * size;
+INLINE void prefetch(const void* array, int64_t elements, int64_t size) {
+  const char* ahead = static_cast<const char*>(array) + elements * size;
   for (int64_t byte = 0; byte < kTile * size; byte += 64) __builtin_prefetch(ahead + byte, 1);
 }
 
 template <Type G, Type W, Type M>
 INLINE void prefetch_tile(const Arrays& a) {
-  prefetch(a.grad, size_of(G));
-  prefetch(a.weight, size_of(W));
-  prefetch(a.exp_avg, size_of(M));
-  prefetch(a.exp_avg_sq, size_of(M));
-  if (W == kSplit) prefetch(a.remainder, 2);
+  prefetch(a.grad, a.ahead, size_of(G));
+  prefetch(a.weight, a.ahead, size_of(W));
+  prefetch(a.exp_avg, a.ahead, size_of(M));
+  prefetch(a.exp_avg_sq, a.ahead, size_of(M));
+  if (W == kSplit) prefetch(a.remainder, a.ahead, 2);
 }
 
 // The tile's memory where there are fewer elements than a tile has.
@@ -324,6 +324,31 @@ TARGET static void touch(const Arrays& a, int64_t numel) {
   else if (a.weight_type == kFp32) touch_pass<kFp32, kBf16>(a, numel);
   else if (a.moment_type == kFp32) touch_pass<kSplit, kFp32>(a, numel);
   else touch_pass<kSplit, kBf16>(a, numel);
+}
+
+// Raises a maximum to the largest absolute value, rounded to bf16. NaN counts as infinity.
+TARGET static void raise_maximum(const float* __restrict weights, int64_t numel, float* __restrict maximum) {
+  uint32_t largest = as_bits(*maximum);
+  for (int64_t k = 0; k < numel; ++k) {
+    const uint32_t bits = as_bits(weights[k]) & 0x7fffffffu;
+    largest = bits > largest ? bits : largest;
+  }
+  // Rounding keeps the order, and 16 digits that are 0 stay so.
+  *maximum = as_float(largest >= 0x7f800000u ? 0x7f800000u : static_cast<uint32_t>(narrow_bf16(as_float(largest))) << 16);
+}
+
+// The codes of e4m3 of weights that are rounded to bf16 and multiplied: to nearest even, at most 448. Adding 2^14 lets
+// the hardware round what will be subnormal.
+TARGET static void encode(const float* __restrict weights, int64_t numel, float multiplier, uint8_t* __restrict codes) {
+  for (int64_t k = 0; k < numel; ++k) {
+    const uint32_t bits = as_bits(widen_bf16(narrow_bf16(weights[k])) * multiplier);
+    const uint32_t magnitude = bits & 0x7fffffffu;
+    const uint32_t bounded = magnitude > 0x43e00000u ? 0x43e00000u : magnitude;
+    const uint32_t normal = (bounded - 0x3c000000u + 0x7ffffu + ((bounded >> 20) & 1u)) >> 20;
+    const uint32_t subnormal = as_bits(as_float(bounded) + 16384.0f) - 0x46800000u;
+    const uint32_t finite = bounded < 0x3c800000u ? subnormal : normal;
+    codes[k] = static_cast<uint8_t>((bits >> 24 & 0x80u) | (magnitude > 0x7f800000u ? 0x7fu : finite));
+  }
 }
 
 // The squares' sums of elements of the first half of a row and those of the second.
