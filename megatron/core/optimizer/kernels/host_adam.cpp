@@ -27,7 +27,7 @@ constexpr int kRow = 1024;                  // elements whose squares are added 
 constexpr int64_t kMinChunk = 16 * 1024;    // elements a thread takes at a time, at least
 constexpr int64_t kMaxChunk = 128 * 1024;   // and at most; both multiples of kRow
 constexpr int64_t kCodeRows = 128;          // rows of a matrix, about, that a thread takes at a time to make codes
-constexpr int64_t kCodeColumns = 256;       // and columns: the chunk must be in the caches when its maxima are known
+constexpr int64_t kCodeColumns = 2048;      // and columns: short rows are slow, long ones leave the caches
 
 enum Type : int32_t { kNone = 0, kFp32 = 1, kBf16 = 2, kFp16 = 3, kSplit = 4 };
 enum ScaleKind : int32_t { kAnyFp32 = 0, kPowerOfTwo = 1, kE8M0 = 2 };

@@ -346,8 +346,10 @@ TARGET static void encode(const float* __restrict weights, int64_t numel, float 
     const uint32_t bounded = magnitude > 0x43e00000u ? 0x43e00000u : magnitude;
     const uint32_t normal = (bounded - 0x3c000000u + 0x7ffffu + ((bounded >> 20) & 1u)) >> 20;
     const uint32_t subnormal = as_bits(as_float(bounded) + 16384.0f) - 0x46800000u;
-    const uint32_t finite = bounded < 0x3c800000u ? subnormal : normal;
-    codes[k] = static_cast<uint8_t>((bits >> 24 & 0x80u) | (magnitude > 0x7f800000u ? 0x7fu : finite));
+    // Masks, where compilers make branches of choices. A NaN is the code above the largest one.
+    const uint32_t is_subnormal = -static_cast<uint32_t>(bounded < 0x3c800000u);
+    const uint32_t code = (subnormal & is_subnormal) | (normal & ~is_subnormal) | (magnitude > 0x7f800000u);
+    codes[k] = static_cast<uint8_t>((bits >> 24 & 0x80u) | code);
   }
 }
 
