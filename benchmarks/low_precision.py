@@ -1,4 +1,5 @@
-"""Training in low precision: the loss of each recipe, and the time to quantise operands.
+"""Training in low precision: the loss of each recipe, and the times to quantise operands and to
+make codes of new weights.
 
     python -m benchmarks.low_precision
 
@@ -6,8 +7,12 @@ First, activations [tokens, hidden] in bf16 are quantised by each recipe as a li
 its own product and for the gradient of its weight, on one thread. The layer's product in bf16 is
 there to compare. Nothing here says how fast low precision is on a GPU.
 
-Then, with `--iterations`, examples/gpt_cpu.yaml is trained in bf16 and with each recipe on the text
-of `make data`, on two ranks.
+Then the host's pass of AdamW over one matrix, with bf16 gradients, writes the new weights in bf16,
+over the gradients as it does in training, or as codes. The third side makes codes of the weights by
+torch's operators, after the pass.
+
+Finally, with `--iterations`, examples/gpt_cpu.yaml is trained in bf16 and with each recipe on the
+text of `make data`, on two ranks.
 """
 
 from __future__ import annotations
@@ -25,15 +30,22 @@ from benchmarks.helpers import report
 from benchmarks.helpers.benchmark import Benchmark
 from benchmarks.helpers.result import Measurement, Ratio, Result, measured
 from benchmarks.helpers.text_runs import losses_on_text, measured_losses, prepare_text
+from megatron.core.device import Device
+from megatron.core.low_precision.formats import E4M3
 from megatron.core.low_precision.recipes import Recipe, recipe_named
+from megatron.core.optimizer.kernels.adam import AdamStep
+from megatron.core.optimizer.kernels.host_adam import HostAdam
+from megatron.core.optimizer.kernels.piece import Piece, PieceCodes
 from megatron.core.products import linear
+from megatron_hybrid.plan.measure import host_array
 
 BENCHMARK = Benchmark(
     name="low_precision",
-    question="The loss in fp8 and fp4 against bf16, and the time to quantise activations",
+    question="The loss in fp8 and fp4 against bf16, and the times to quantise activations and "
+    "to write new weights as codes",
     ranks=1,
     full=("--rounds=10", "--iterations=500"),
-    quick=("--tokens=256", "--hidden=256", "--rounds=2"),
+    quick=("--tokens=256", "--hidden=256", "--rows=512", "--columns=512", "--rounds=2"),
 )
 
 BF16 = "bf16"
@@ -45,6 +57,9 @@ FLAGS = {
     NVFP4: ("--fp4-format=e2m1",),
 }
 LARGEST_RATIO = 1.005  # of the validation losses of fp8 and bf16
+LEAST_SPEED = 0.95  # of the pass that writes codes, of that of the pass that writes bf16
+GATHERED = ("blockwise", "mxfp8", "rowwise")  # whose codes the pass can make
+STEP = AdamStep(10, lr=1e-4, weight_decay=0.01)
 SEED = 5
 
 
@@ -71,16 +86,68 @@ def measure(arguments: argparse.Namespace) -> dict[str, list[float]]:
     return {name: [1e3 * one for one in own] for name, own in rounds.items()}
 
 
+def passes(arguments: argparse.Namespace) -> dict[str, Callable[[], object]]:
+    """The work of each form of the pass, by name, over the same arrays."""
+    shape = (arguments.rows, arguments.columns)
+    numel, device = arguments.rows * arguments.columns, Device.for_rank("cpu", 0, 1)
+    grad = host_array(numel, torch.bfloat16, device).normal_().mul_(1e-2)
+    weight = host_array(numel, torch.float32, device).normal_()
+    states = {
+        name: host_array(numel, torch.float32, device).fill_(1e-4)
+        for name in ("exp_avg", "exp_avg_sq")
+    }
+    codes = host_array(numel, E4M3.dtype, device)
+    plain = Piece(STEP, grad, weight, states)
+    over = plain._replace(grad=host_array(numel, torch.bfloat16, device).copy_(grad))
+    pieces = {f"pass, {BF16}": over._replace(out=over.grad)}
+    for name in GATHERED:
+        quantizer = recipe_named(name).with_one_plane().weight_quantizer()
+        maxima = torch.zeros(quantizer.maxima_shape(shape))
+        pieces[f"pass, {name}"] = plain._replace(
+            codes=PieceCodes(codes, maxima, quantizer, 0, shape)
+        )
+    works: dict[str, Callable[[], object]] = {}
+    for threads in arguments.threads:
+        kernel, number = HostAdam(threads), f", threads {threads}"
+        works |= {f"{n}{number}": partial(kernel.run, [one]) for n, one in pieces.items()}
+    scaling = recipe_named("blockwise").weight
+    works["by torch, blockwise, threads 1"] = partial(scaling.quantize, weight.view(shape))
+    return works
+
+
+def measure_passes(arguments: argparse.Namespace) -> dict[str, list[float]]:
+    """Milliseconds of each form of the pass in each round."""
+    timed = {name: partial(report.seconds, work) for name, work in passes(arguments).items()}
+    rounds = report.interleaved(timed, arguments.rounds, warm_up=1, seed=SEED)
+    return {name: [1e3 * one for one in own] for name, own in rounds.items()}
+
+
+def speeds_of_passes(times: dict[str, list[float]]) -> list[Ratio]:
+    """The speed of each pass that writes codes, as a part of the other's."""
+    medians, ratios = report.medians(times), list[Ratio]()
+    for name, median in medians.items():
+        kind, recipe, threads = name.split(", ")
+        if kind == "pass" and recipe != BF16:
+            speed = medians[f"pass, {BF16}, {threads}"] / median
+            bar = LEAST_SPEED if recipe == "blockwise" else None
+            ratios.append(Ratio(f"speed, {recipe} / {BF16}, {threads}", speed, at_least=bar))
+    return ratios
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """Measures, and trains."""
     parser = report.parser_of(__doc__)
     parser.add_argument("--tokens", type=int, default=2048, help="of the activations")
     parser.add_argument("--hidden", type=int, default=1024, help="channels of the activations")
+    parser.add_argument("--rows", type=int, default=8192, help="of the matrix of the passes")
+    parser.add_argument("--columns", type=int, default=4096, help="of the matrix of the passes")
+    parser.add_argument("--threads", type=int, nargs="+", default=[1, 2], help="of the passes")
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--iterations", type=int, default=0, help="of the trainings on text")
     arguments = parser.parse_args(argv)
 
-    times, runs = measure(arguments), dict[str, dict[str, Any]]()
+    times, of_passes = measure(arguments), measure_passes(arguments)
+    runs = dict[str, dict[str, Any]]()
     if arguments.iterations:
         with tempfile.TemporaryDirectory(prefix="benchmark-") as name:
             prepare_text(Path(name), None)
@@ -88,15 +155,22 @@ def main(argv: Sequence[str] | None = None) -> None:
                 side: losses_on_text(Path(name), arguments.iterations, flags)
                 for side, flags in FLAGS.items()
             }
-    report.hand_over(result_of(times, runs, arguments), arguments.output)
+    report.hand_over(result_of(times, of_passes, runs, arguments), arguments.output)
 
 
 def result_of(
-    times: dict[str, list[float]], runs: dict[str, dict[str, Any]], arguments: argparse.Namespace
+    times: dict[str, list[float]],
+    of_passes: dict[str, list[float]],
+    runs: dict[str, dict[str, Any]],
+    arguments: argparse.Namespace,
 ) -> Result:
     size = f"activations of {arguments.tokens} x {arguments.hidden}"
-    measurements: list[Measurement] = [*measured(times, "ms", size)]
-    ratios: list[Ratio] = []
+    matrix = f"passes over {arguments.rows} x {arguments.columns}"
+    measurements: list[Measurement] = [
+        *measured(times, "ms", size),
+        *measured(of_passes, "ms", matrix),
+    ]
+    ratios: list[Ratio] = speeds_of_passes(of_passes)
     if runs:
         measurements += measured_losses(runs, arguments.iterations)
         losses = {side: run["validation"] for side, run in runs.items()}

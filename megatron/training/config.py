@@ -349,9 +349,8 @@ class EngineConfig:
     def _check_param_gather(self) -> None:
         flag, fp8_format = "--fp8-param-gather", self.low_precision.fp8_format
         expect(fp8_format is not None, flag, "--fp8-format", fp8_format)
-        dtype, share = self.optimizer.main_params_dtype, self.optimizer.optimizer_update_on_device
+        dtype = self.optimizer.main_params_dtype
         expect(dtype == "fp32", flag, "--main-params-dtype fp32", dtype)
-        expect(share == 0, flag, "--optimizer-update-on-device 0", share)
         is_host_muon = self.optimizer.optimizer == "muon" and self.optimizer.optimizer_cpu_offload
         expect(not is_host_muon, flag, "another optimizer than an offloaded muon", "muon")
 

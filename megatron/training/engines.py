@@ -43,6 +43,7 @@ from megatron.core.layer_execution import (
     use_low_precision,
 )
 from megatron.core.log import counted
+from megatron.core.low_precision.amax_history import AmaxHistory, update_histories
 from megatron.core.materialize import materialize, seeded_reset
 from megatron.core.optimizer.cpu_offloading.kept_updates import Landed
 from megatron.core.optimizer.cpu_offloading.plan import OffloadPlan
@@ -113,6 +114,7 @@ class ModuleEngine:
         self._kept = kept
         self.activations: ActivationOffload | None = None
         self._state: RunState | None = None
+        self._histories: list[AmaxHistory] = []
         self._has_warned_of_schedule = False
         self._num_masked_steps = 0
 
@@ -159,6 +161,7 @@ class ModuleEngine:
 
         gathers_codes = self.config.parallel.fp8_param_gather
         use_low_precision(model, self.config.low_precision, gathers_codes=gathers_codes)
+        self._histories = [own for own in model.modules() if isinstance(own, AmaxHistory)]
         num_parameters = sum(parameter.numel() for parameter in model.parameters())
         config = with_known_fraction(self.config, model, self.device, self.mesh)
         self.config = config
@@ -309,12 +312,16 @@ class ModuleEngine:
             group.update(own)
         norm = math.nan if result.is_skipped else result.grad_norm
         state.optimizer.finish_step(number, landed, norm, grad_divisor=grad_divisor)
-        result = end_step(state.model, state.optimizer, result, self.mesh)
+        result = end_step(state.model, state.optimizer, result)
         return self._counted_step(result, learning_rate)
 
     def _counted_step(self, result: StepResult, learning_rate: float) -> StepResult:
-        """Counts a step, and adds its rate to the result."""
+        """Ends the step of delayed scaling's histories, counts it, and adds its rate to the
+        result.
+        """
         state = self.state
+        # After the launch of the optimizer's step, which waits for none of this.
+        update_histories(self._histories, self.mesh.get_group())
         if self.activations is not None:
             self.activations.end_step()
         # A skipped step counts: the schedule and the data advance.

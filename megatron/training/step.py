@@ -21,7 +21,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from megatron.core.distributed.megatron_fsdp import context_of, microbatch_of
 from megatron.core.issued_collectives import issuing
-from megatron.core.low_precision.amax_history import update_histories
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer, PlannedStep
 from megatron.core.timeline import NO_TIMELINE, RANKS, AnyTimeline
 from megatron.core.transformer.expert_bias import update_expert_bias
@@ -179,19 +178,15 @@ def train_step(
         journal.decided(result, agreed.grad_divisor)
     optimizer.step(norm, planned, grad_divisor=agreed.grad_divisor)
     optimizer.zero_grad()
-    return end_step(model, optimizer, result, mesh)
+    return end_step(model, optimizer, result)
 
 
-def end_step(
-    model: nn.Module, optimizer: DistributedOptimizer, result: StepResult, mesh: DeviceMesh
-) -> StepResult:
-    """Moves the expert biases and ends the step of delayed scaling's histories, after the
-    optimizer's launch, which waits for neither. Returns the result with the loss scale of the next
-    step.
+def end_step(model: nn.Module, optimizer: DistributedOptimizer, result: StepResult) -> StepResult:
+    """Moves the expert biases, after the optimizer's launch, which does not wait for this. Returns
+    the result with the loss scale of the next step.
     """
     if not result.is_skipped and result.expert_load is not None:
         update_expert_bias(model, result.expert_load)
-    update_histories(model, mesh.get_group())
     loss_scale = None if optimizer.loss_scaler is None else optimizer.loss_scale
     return replace(result, loss_scale=loss_scale)
 

@@ -7,6 +7,7 @@ backward, `update_histories` takes the maxima over all ranks, in one all-reduce.
 from __future__ import annotations
 
 import enum
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -79,9 +80,8 @@ def is_history(key: str) -> bool:
 
 
 @torch.no_grad()
-def update_histories(model: nn.Module, group: dist.ProcessGroup) -> None:
-    """Ends a step of all histories in `model`, which is the same on all ranks of `group`."""
-    histories = [module for module in model.modules() if isinstance(module, AmaxHistory)]
+def update_histories(histories: Sequence[AmaxHistory], group: dist.ProcessGroup) -> None:
+    """Ends a step of the histories of a model, which is the same on all ranks of `group`."""
     if not histories:
         return
     current = torch.stack([history.current for history in histories])

@@ -24,6 +24,7 @@ two scales apart; here they are one, and its products are computed from values e
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -48,18 +49,25 @@ def product(left: Operand, right: Operand, dtype: torch.dtype) -> Tensor:
     """left @ right.T of matrices [rows, inner] and [columns, inner]: [rows, columns] of `dtype`,
     summed in fp32.
     """
-    if _is_aligned(left, right) and _has_operator(
-        left.codes.device, left.scaling, right.scaling, dtype
-    ):
+    device = left.codes.device
+    is_aligned = device.type == "cpu" or right.shape[0] % _ALIGNMENT == 0
+    if is_aligned and _has_operator(device, left.scaling, right.scaling, dtype):
+        if device.type != "cpu":
+            # The inner size of a layer's gradient is a number of tokens, of any size with experts.
+            left, right = padded(left), padded(right)
         return _scaled_mm(left, right, dtype)
     return (left.dequantize() @ right.dequantize().t()).to(dtype)
 
 
-def _is_aligned(left: Operand, right: Operand) -> bool:
-    if left.codes.device.type == "cpu":
-        return True
-    inner = 2 * _ALIGNMENT if left.scaling.kind is ScaleKind.E8M0 else _ALIGNMENT
-    return left.shape[1] % inner == 0 and right.shape[0] % _ALIGNMENT == 0
+def padded(operand: Operand) -> Operand:
+    """An operand of 8 bits with zeros up to an inner size that operators of GPUs take."""
+    rows, inner = operand.shape
+    missing = -inner % (2 * _ALIGNMENT if operand.scaling.kind is ScaleKind.E8M0 else _ALIGNMENT)
+    if not missing:
+        return operand
+    # A code of zero is a byte of zero. Tiles are wider than the padding, so no scale is missing.
+    codes = F.pad(operand.codes.view(torch.uint8), (0, missing)).view(operand.codes.dtype)
+    return replace(operand, codes=codes, shape=(rows, inner + missing))
 
 
 @cache

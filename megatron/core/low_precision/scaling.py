@@ -177,7 +177,7 @@ class Operand:
 
 @dataclass(frozen=True)
 class WeightQuantizer:
-    """Quantises a weight [rows, columns] some rows at a time.
+    """Quantises a weight [rows, columns] some rows at a time, in a format with a code a byte.
 
     Attributes:
         matrix_rows: rows of one expert's matrix, where a weight has the matrices of several; None:
@@ -190,11 +190,6 @@ class WeightQuantizer:
     @property
     def codes_dtype(self) -> torch.dtype:
         return self.scaling.format.dtype
-
-    def codes_shape(self, shape: Sequence[int]) -> tuple[int, int]:
-        """The shape of the codes of a weight, or of some of its rows."""
-        rows, columns = shape
-        return rows, math.ceil(columns / self.scaling.format.per_byte)
 
     def maxima_shape(self, shape: Sequence[int]) -> tuple[int, int]:
         """The shape of the maxima, and of the scales, of a whole weight."""
@@ -230,27 +225,18 @@ class WeightQuantizer:
 
         Args:
             rows, first_row, maxima: see `add_maxima`; the maxima of the whole weight.
-            codes: [`codes_shape` of the rows].
+            codes: of the shape of the rows.
         """
         if not rows.numel():
             return
-        multipliers, _ = self._scales(maxima)
+        multipliers, _ = self.scaling.scales_of(maxima)
         places = self._places(rows, first_row)
         own = multipliers if places is None else multipliers[places]
         codes.copy_(self.scaling.cast(rows, own, first_row))
 
     def scales(self, maxima: Tensor) -> Tensor:
         """The scales that decoded values are multiplied by, of the shape of `maxima`."""
-        return self._scales(maxima)[1]
-
-    def _scales(self, maxima: Tensor) -> tuple[Tensor, Tensor]:
-        if self.matrix_rows is None or self.scaling.kind is not ScaleKind.TWO_LEVELS:
-            return self.scaling.scales_of(maxima)
-        # A scale of each matrix.
-        tiles = _num_tiles(self.matrix_rows, self.scaling.tile[0])
-        both = [self.scaling.scales_of(own) for own in maxima.split(tiles)]
-        first, second = zip(*both, strict=True)
-        return torch.cat(first), torch.cat(second)
+        return self.scaling.scales_of(maxima)[1]
 
     def _places(self, rows: Tensor, first_row: int) -> Tensor | None:
         """The number of each row's tile; None: all rows have the one there is."""

@@ -195,6 +195,7 @@ class Adam(UpdateRule):
         return HostKernel(
             lambda pieces, grad_scale: pool.submit([*pieces], grad_scale).wait,
             lambda pieces, grad_scale, log: pool.submit(pieces, grad_scale, log=log).wait,
+            pool.encode,
         )
 
     def device_kernel(self, device: torch.device) -> Kernel:

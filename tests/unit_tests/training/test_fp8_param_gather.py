@@ -6,10 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from megatron.core.distributed.config import DataParallelConfig
+from megatron.core.distributed.fsdp.dbuffer import DBuffer
+from megatron.core.distributed.fsdp.parameter_group import FsdpParameterGroup
 from megatron.core.low_precision.config import LowPrecisionConfig
 from megatron.core.optimizer.config import OptimizerConfig
+from megatron.core.optimizer.kernels.host_adam import available_bodies
 from megatron.core.optimizer.lr_schedule import LRScheduleConfig
 from megatron.core.options import ConfigError
 from megatron.training.config import EngineConfig
@@ -61,6 +65,7 @@ OFFLOADED = {
     "half": on_host(0.5),
     "all": on_host(1.0),
     "all, updated early": on_host(1.0, optimizer_early_update_gib=1.0),
+    "all, some updated by the device": on_host(1.0, optimizer_update_on_device=0.5),
     "all, without overlap": OptimizerConfig(
         optimizer_cpu_offload=True, optimizer_offload_fraction=1.0
     ),
@@ -78,10 +83,36 @@ def _offloaded(name: str) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    [name if name == "half" else pytest.param(name, marks=pytest.mark.wide) for name in OFFLOADED],
+    [
+        name
+        if name.startswith("half") or "by the device" in name
+        else pytest.param(name, marks=pytest.mark.wide)
+        for name in OFFLOADED
+    ],
 )
 def test_the_host_writes_the_codes_that_the_device_would(name: str) -> None:
     run_ranks(2, _offloaded, name)
+
+
+def _num_made_by_torch(recipe: str) -> int:
+    """Groups whose codes the update has not made, in two steps."""
+    made, original = list[str](), FsdpParameterGroup.quantize_on_host
+
+    def counted(group: FsdpParameterGroup, codes: DBuffer) -> torch.Tensor:
+        made.append(group.display_name)
+        return original(group, codes)
+
+    # Ranks are processes of their own.
+    FsdpParameterGroup.quantize_on_host = counted  # type: ignore[method-assign]
+    train(engine_for(True, recipe, optimizer=on_host(1.0)), range(2))
+    return len(made)
+
+
+@pytest.mark.skipif(available_bodies() == ["torch"], reason="the host kernel was not built")
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_the_update_makes_codes_where_few_rows_share_a_scale(recipe: str) -> None:
+    has_codes = recipe == "blockwise"
+    assert [count == 0 for count in run_ranks(2, _num_made_by_torch, recipe)] == [has_codes] * 2
 
 
 def _sent_up() -> tuple[int, int]:
@@ -106,15 +137,6 @@ def test_a_byte_an_element_goes_up_to_the_device() -> None:
         pytest.param({}, {}, id="no recipe"),
         pytest.param({"fp4_format": "e2m1"}, {}, id="two codes a byte"),
         pytest.param(BLOCKWISE, {"main_params_dtype": "bf16"}, id="bf16 main weights"),
-        pytest.param(
-            BLOCKWISE,
-            {
-                "optimizer_cpu_offload": True,
-                "overlap_cpu_optimizer_d2h_h2d": True,
-                "optimizer_update_on_device": 0.5,
-            },
-            id="states that pass through the device",
-        ),
     ],
 )
 def test_what_does_not_go_with_codes_is_refused(

@@ -271,6 +271,22 @@ def test_a_run_resumes_to_the_bit_and_its_states_load_on_another_number_of_ranks
     assert all(history.any() for history in on_two.histories[::3])
 
 
+def save_now(run: Run, folder: str) -> Trained:
+    engine = run.engine()
+    train(engine, range(2), share=False)
+    engine.save(SaveLoadMeta(f"{folder}/saved", "dcp", with_optim=True))
+    return trained(engine, range(0))
+
+
+@pytest.mark.parametrize("name", ["blockwise", *wide(set(RECIPES) - {"blockwise"})])
+def test_two_ranks_load_the_states_that_four_have_saved(name: str, tmp_path: Path) -> None:
+    run, folder = Run(RECIPES[name], MIXTURE), str(tmp_path)
+    saved = run_ranks(4, save_now, run, folder)[0]
+    expect_equal(run_ranks(2, read, run, folder)[0], saved)
+    assert saved.contents.states
+    assert bool(saved.histories) == (name == "delayed")
+
+
 def _loaded_into_each_other(folder: str) -> None:
     model = replace(DENSE, position_embedding_type="rope")
     recipes = {"delayed": RECIPES["delayed"], "blockwise": RECIPES["blockwise"], "bf16": BF16}

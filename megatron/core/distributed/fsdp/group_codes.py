@@ -28,7 +28,7 @@ from megatron.core.distributed.fsdp.collectives import Label, combine_maxima
 from megatron.core.distributed.fsdp.dbuffer import DBuffer
 from megatron.core.distributed.fsdp.group_plan import GroupPlan
 from megatron.core.distributed.fsdp.group_weights import WeightBuffers
-from megatron.core.low_precision.scaling import QuantizedWeight
+from megatron.core.low_precision.scaling import QuantizedWeight, WeightQuantizer
 
 # Elements that are quantized at a time: on the CPU so few that their copies stay in the caches.
 _CHUNK_NUMEL, _DEVICE_CHUNK_NUMEL = 1 << 18, 1 << 22
@@ -46,6 +46,14 @@ class _Part(NamedTuple):
     rows: torch.Tensor
     first_row: int
     codes: torch.Tensor
+
+
+class OwnRows(NamedTuple):
+    """Which rows of a weight as modules use it, of this shape, a rank has."""
+
+    quantizer: WeightQuantizer
+    first_row: int
+    shape: tuple[int, int]
 
 
 class GroupCodes:
@@ -92,22 +100,39 @@ class GroupCodes:
             codes: for as many rows.
         """
         maxima = torch.zeros(self._plan.maxima_numel, device=codes.device)
-        by_weight = list(zip(self._plan.quantizers, self._by_weight(maxima), strict=True))
+        by_weight = list(zip(self._plan.quantizers, self.by_weight(maxima), strict=True))
         # Rows are rounded twice rather than kept in between, which would take a shard's memory.
         for index, (quantizer, own) in enumerate(by_weight):
             for part in self._parts(index, main, codes):
                 quantizer.add_maxima(part.rows, part.first_row, own)
-        for axis in self._plan.maxima_axes:
-            group = self._mesh.get_group(axis)
-            combine_maxima(maxima, group, label)
+        self.combine(maxima, label)
         for index, (quantizer, own) in enumerate(by_weight):
             for part in self._parts(index, main, codes):
                 quantizer.quantize_rows(part.rows, part.first_row, own, part.codes)
         return maxima
 
+    def combine(self, maxima: torch.Tensor, label: Label) -> None:
+        """Raises maxima to those of all ranks that divide the weights, which call it together."""
+        for axis in self._plan.maxima_axes:
+            combine_maxima(maxima, self._mesh.get_group(axis), label)
+
+    def own_rows(self, index: int, main: DBuffer) -> OwnRows:
+        """The rows of a weight that a buffer of this rank has."""
+        layout = self._plan.layout
+        first_row = main.chunk(index).first_row - self._begins[index]
+        shape = (layout.block_rows(index), layout.tensor_shapes[index][1])
+        return OwnRows(self._plan.quantizers[index], first_row, shape)
+
+    def by_weight(self, maxima: torch.Tensor) -> list[torch.Tensor]:
+        """Views of flat maxima in the shapes of the weights' maxima."""
+        shapes = self._plan.maxima_shapes
+        sizes = [math.prod(shape) for shape in shapes]
+        parts = maxima[: sum(sizes)].split(sizes)
+        return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
+
     def set_scales(self, maxima: torch.Tensor) -> None:
         """Computes all scales from the maxima that `quantize` has returned."""
-        by_weight = zip(self._plan.quantizers, self.scales, self._by_weight(maxima), strict=True)
+        by_weight = zip(self._plan.quantizers, self.scales, self.by_weight(maxima), strict=True)
         for quantizer, scales, own in by_weight:
             scales.copy_(quantizer.scales(own.to(scales.device)))
 
@@ -120,14 +145,7 @@ class GroupCodes:
         rows, out = main.get_local_tensor(index), codes.get_local_tensor(index)
         numel = _CHUNK_NUMEL if out.device.type == "cpu" else _DEVICE_CHUNK_NUMEL
         num_rows = max(1, numel // rows.shape[1])
-        first_row = main.chunk(index).first_row - self._begins[index]
+        first_row = self.own_rows(index, main).first_row
         for begin in range(0, len(rows), num_rows):
             own = rows[begin : begin + num_rows].to(out.device, self._plan.dtype)
             yield _Part(own, first_row + begin, out[begin : begin + num_rows])
-
-    def _by_weight(self, maxima: torch.Tensor) -> list[torch.Tensor]:
-        """Views of flat maxima in the shapes of the weights' maxima."""
-        shapes = self._plan.maxima_shapes
-        sizes = [math.prod(shape) for shape in shapes]
-        parts = maxima[: sum(sizes)].split(sizes)
-        return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]

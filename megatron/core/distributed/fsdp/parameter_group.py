@@ -181,6 +181,7 @@ class FsdpParameterGroup:
         self._failure: tuple[Exception, TracebackType | None] | None = None
         self._num_marked = 0  # calls of `mark_updated`
         self._copied: tuple[int, int] | None = None  # `_writes` that the compute weights include
+        self._rounded: DBuffer | None = None  # what codes are made of next; see `rounded_weight`
         self._initial_sample = 0
         # Versions and a sample of the main weights, once they had their initial values.
         self._filled: tuple[int, int] | None = None
@@ -311,6 +312,8 @@ class FsdpParameterGroup:
         is_copied = is_stale and self.main_weight is not self.post_optimizer_model_weight
         if is_copied:
             self.delivery.settle()
+            self._rounded = None  # the main weights are newer
+        is_copied = is_copied or self._rounded is not None
         is_scattered = has_changed and self.post_optimizer_model_weight is not self.model_weight
         awaited = self.delivery.events
         after: list[Event] = []
@@ -336,7 +339,8 @@ class FsdpParameterGroup:
             target.local_buffer.copy_(self.main_weight.local_buffer)
         else:
             label = self._label(Kind.GATHER, "maxima of the weights")
-            self.codes.set_scales(self.codes.quantize(self.main_weight, target, label))
+            updated = self._rounded or self.main_weight
+            self.codes.set_scales(self.codes.quantize(updated, target, label))
 
     def move_updated(self) -> Move:
         """The redistribution of updated compute weights, as a lane's work."""
@@ -370,6 +374,7 @@ class FsdpParameterGroup:
             self._failure = error, error.__traceback__
             self.phase = self.phase.to(MemoryPhase.FAILED)
             raise
+        self._rounded = None  # only now: the gather has read it
         self.phase = self.phase.to(MemoryPhase.WHOLE)
 
     def show_full(self) -> None:
@@ -550,9 +555,22 @@ class FsdpParameterGroup:
         divide the weights call it. Returns what `GroupCodes.set_scales` takes.
         """
         assert self.codes is not None, "called for weights that are kept as codes"
-        # Another tag than gathers, which another thread may be exchanging over the same group.
-        label = self._label(Kind.STEP, "maxima of updated weights")
-        return self.codes.quantize(self.main_weight, codes, label)
+        return self.codes.quantize(self.main_weight, codes, self._host_label())
+
+    def rounded_weight(self) -> DBuffer:
+        """Memory on the device for new weights, which are kept as codes. An optimizer writes them
+        there, in the compute dtype, before the event that it announces, and the next gather
+        quantizes them and frees the memory.
+        """
+        if self._rounded is None:
+            placements, device = self.placements.optimizer, self._device.torch_device
+            self._rounded = DBuffer(self.mesh, placements, self.layout, self.dtype, device)
+        return self._rounded
+
+    def combine_on_host(self, maxima: torch.Tensor) -> None:
+        """The same of the maxima alone, in place, where an update has made codes."""
+        assert self.codes is not None, "called for weights that are kept as codes"
+        self.codes.combine(maxima, self._host_label())
 
     def put_main_weight(self, buffer: DBuffer) -> None:
         """Moves the main weights into another buffer of the same kind, in host memory.
@@ -670,6 +688,10 @@ class FsdpParameterGroup:
         for axis, is_kept in enumerate(self.placements.is_kept):
             if is_kept or axis in recorded:
                 self.histories[axis].add(kind, self.number, *details)
+
+    def _host_label(self) -> Label:
+        # Another tag than gathers, which another thread may be exchanging over the same group.
+        return self._label(Kind.STEP, "maxima of updated weights")
 
     def _label(self, kind: Kind, tensors: str) -> Label:
         return Label(tag_of(kind, self.number), f"the {tensors} of {self.display_name}")

@@ -31,7 +31,7 @@ from megatron.core.dtypes import FLOAT_DTYPES
 from megatron.core.lane_timings import D2H, Recorder, StepRecorder
 from megatron.core.lanes import Awaited, Event, IssuingLane, Lane, RelayedEvent
 from megatron.core.optimizer.cpu_offloading.early_updates import EarlyUpdate
-from megatron.core.optimizer.kernels.piece import Piece
+from megatron.core.optimizer.kernels.piece import Encode, Piece, PieceCodes
 from megatron.core.optimizer.matrix_pass import MatrixStep
 from megatron.core.optimizer.rules import UpdateRule
 from megatron.core.optimizer.state_tensors import MASTER, TensorWrites, is_rounding, like
@@ -116,8 +116,7 @@ class Bucket(ABC):
         accepted_grad_dtypes: dtypes of gradients that are copied without loss.
         is_delivered: whether the device itself waits for weights that have been sent; otherwise
             the sender must.
-        is_quantized: whether compute weights are codes, which `quantize` makes of all main weights
-            after an update, instead of the update itself.
+        is_quantized: whether compute weights are codes, which an update or `quantize` makes.
         is_streamed: whether the device updates the bucket; see streamed_pass.py.
         is_watched: whether all other readers and writers of its main weights call `settle` first.
         undo: memory for old values by name, as in `Piece.undo`; empty where the bucket is not
@@ -220,8 +219,18 @@ class Bucket(ABC):
     def fetch(self, gradients: Sequence[tuple[Slot, torch.Tensor]]) -> None:
         """Copies the gradients of a step into `grad`, unless they are there already."""
 
-    def quantize(self) -> None:  # noqa: B027
-        """Makes the codes in `weight`, where compute weights are kept as codes."""
+    def codes_of(self, index: int) -> PieceCodes | None:  # noqa: ARG002
+        """How the update of a slot writes its codes; None where it does not."""
+        return None
+
+    def quantize(self, pieces: Sequence[Piece], encode: Encode | None) -> None:  # noqa: B027
+        """After an update, makes the codes in `weight` that it has not made, where compute weights
+        are kept as codes.
+
+        Args:
+            pieces: of the update.
+            encode: of the kernel that carried it out; see `HostKernel`.
+        """
 
     @abstractmethod
     def send(self, stepped: Sequence[Slot]) -> None:
@@ -229,7 +238,8 @@ class Bucket(ABC):
 
     def on_device(self, step: BucketStep) -> list[Piece] | None:  # noqa: ARG002
         """The pieces of a step with the device's own gradients and compute weights instead of the
-        arrays in host memory; None where these are not flat arrays, or compute weights are codes.
+        arrays in host memory; None where these are not flat arrays, or where compute weights are
+        codes and some are not stepped.
         """
         return None
 
@@ -355,7 +365,8 @@ class FsdpBucket(Bucket):
             accepted_grad_dtypes=(group.plan.grad_dtype,),
         )
         self.is_quantized = group.codes is not None
-        self._maxima: torch.Tensor | None = None
+        self._maxima: torch.Tensor | None = None  # over all ranks, of the last update
+        self._own_maxima: torch.Tensor | None = None  # where the update finds them
         if self.is_quantized and len(whole) < len(group.fsdp_parameters):
             raise ValueError(
                 f"Expected one optimizer for all weights of {group.display_name}, which are kept "
@@ -444,13 +455,39 @@ class FsdpBucket(Bucket):
         self._fetched = None
         fetch_each(self.grad, others)
 
-    def quantize(self) -> None:
+    def codes_of(self, index: int) -> PieceCodes | None:
+        codes, slot = self._group.codes, self.slots[index]
+        if codes is None or self._group.dtype != torch.bfloat16 or not slot.numel:
+            return None
+        rows = codes.own_rows(index, self._group.main_weight)
+        if not PieceCodes.is_supported(rows.quantizer.scaling):
+            return None
+        if self._own_maxima is None:
+            self._own_maxima = torch.zeros(self._group.plan.maxima_numel)
+        maxima = codes.by_weight(self._own_maxima)[index]
+        return PieceCodes(slot.of(self.weight), maxima, *rows)
+
+    def quantize(self, pieces: Sequence[Piece], encode: Encode | None) -> None:
         group = self._group
-        if self.is_quantized:
+        if group.codes is None:
+            return
+
+        # Codes of weights that were not stepped may be those of other values, loaded since.
+        encoded = [piece for piece in pieces if piece.codes is not None]
+        is_whole = sum(piece.numel for piece in encoded) == sum(slot.numel for slot in self.slots)
+        if encode is None or self._own_maxima is None or not is_whole:
             codes = DBuffer.from_local(
                 self.weight, group.mesh, group.placements.optimizer, group.layout
             )
             self._maxima = group.quantize_on_host(codes)
+            return
+
+        # The pass has made the codes of tiles of which this rank has all rows.
+        group.combine_on_host(self._own_maxima)
+        encode(encoded)
+        self._maxima = self._own_maxima.clone()
+        # The next pass writes those of its rows only.
+        self._own_maxima.zero_()
 
     def send(self, stepped: Sequence[Slot]) -> None:
         target = self._part(self._group.post_optimizer_model_weight.local_buffer)
@@ -465,14 +502,20 @@ class FsdpBucket(Bucket):
             )
 
     def on_device(self, step: BucketStep) -> list[Piece] | None:
-        if self._assigned(step.gradients) or self.is_quantized:
+        # Codes are made of all weights of a group together.
+        is_in_part = self.is_quantized and len(step.gradients) < len(self.slots)
+        if self._assigned(step.gradients) or is_in_part:
             return None
 
-        weight = self._part(self._group.post_optimizer_model_weight.local_buffer)
+        buffer = self._group.post_optimizer_model_weight
+        if self.is_quantized:
+            buffer = self._group.rounded_weight()
+        weight = self._part(buffer.local_buffer)
         found = []
         for start, piece in self._placed(step.pieces):
             grad = self._main_grad().narrow(0, start, piece.numel)
-            found.append(piece._replace(grad=grad, out=weight.narrow(0, start, piece.numel)))
+            out = weight.narrow(0, start, piece.numel)
+            found.append(piece._replace(grad=grad, out=out, codes=None))
         return found
 
     def with_undo(self, step: BucketStep) -> list[Piece]:

@@ -205,6 +205,7 @@ class RuleExecutor(Executor):
             slot.of(self.bucket.main_weight),
             self._states_of(index),
             out=None if self.bucket.is_quantized else slot.of(self.bucket.weight),
+            codes=None if self._kernel.encode is None else self.bucket.codes_of(index),
         )
 
     def _matrix_step(self, stepped: Stepped, step: MuonStep) -> MatrixStep:

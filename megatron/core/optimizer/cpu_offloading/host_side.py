@@ -543,7 +543,7 @@ class HostSide:
 
         def finish_pass() -> None:
             started.pop()()
-            bucket.quantize()
+            bucket.quantize(step.pieces, None if self._kernel is None else self._kernel.encode)
 
         work = timings.timed(HOST, finish_pass, nbytes, bucket.name)
         send = timings.timed(H2D, partial(bucket.send, slots), bucket.weight.nbytes, bucket.name)
@@ -572,6 +572,8 @@ class HostSide:
         assert streamed is not None, "made with the first streamed bucket"
         bucket.settle()
         step.begin()
+        if bucket.is_quantized:
+            now = self._device.event()  # after which memory that `on_device` took is free
         free = [*bucket.take_reads(), *bucket.updates()]
         bucket.pending = streamed.queue(pieces, grad_scale, now, free, timings, bucket.name)
         bucket.hold_gradients(bucket.pending.sent)

@@ -1,4 +1,5 @@
-// Adam over flat arrays in host memory, and their squared norm, on a pool of threads. No torch, no Python.
+// Adam over flat arrays in host memory, the codes of new weights, and squared norms, on a pool of threads. No torch, no
+// Python.
 //
 // adam.py says what is computed ([Note: arithmetic], [Note: remainder]), torch_adam.py in which order squares are added
 // ([Note: squares in fp64]), host_adam.py mirrors the structs below. Compile with -O3 -ffp-contract=off
@@ -26,8 +27,11 @@ constexpr int kRow = 1024;                  // elements whose squares are added 
 constexpr int64_t kMinChunk = 16 * 1024;    // elements a thread takes at a time, at least
 constexpr int64_t kMaxChunk = 128 * 1024;   // and at most; both multiples of kRow
 constexpr int64_t kSlotHeader = 8;          // numbers before the old values of a row
+constexpr int64_t kCodeRows = 128;          // rows of a matrix, about, that a thread takes at a time to make codes
+constexpr int64_t kCodeColumns = 2048;      // and columns: short rows are slow, long ones leave the caches
 
 enum Type : int32_t { kNone = 0, kFp32 = 1, kBf16 = 2, kFp16 = 3, kSplit = 4 };
+enum ScaleKind : int32_t { kAnyFp32 = 0, kPowerOfTwo = 1, kE8M0 = 2 };
 
 // Each is rounded to fp32 once, from fp64.
 struct Scalars {
@@ -59,8 +63,22 @@ struct Arrays {
   int32_t stream;        // set here: whether `out` is written past the caches
   int32_t streams_undo;  // the same of old values
   TileLog* log;          // set here; null: a killed process leaves any elements half written
+  int64_t ahead;         // elements ahead of which memory is asked for, also set here
 
   inline __attribute__((always_inline)) void advance(int64_t numel);
+};
+
+// How the new weights, rows of a matrix or of several below each other, become codes of e4m3: WeightQuantizer in
+// scaling.py. Each tile of `tile_rows` x `tile_columns` has a maximum and a scale.
+struct Codes {
+  uint8_t* codes;        // null: none are made
+  float* maxima;         // of all tiles; written, of this piece's rows, by a pass, and only read by an encoding
+  int64_t first_row;     // number of the piece's first row
+  int64_t columns;
+  int64_t matrix_rows;   // of one of the matrices, which have tiles of their own
+  int64_t tile_rows;
+  int64_t tile_columns;
+  ScaleKind kind;
 };
 
 }  // namespace
@@ -70,6 +88,7 @@ struct HostAdamPiece {
   Scalars scalars;
   int64_t numel;
   int64_t* counters;  // with a log: elements that are done of each of the piece's chunks
+  Codes codes;
 };
 
 // Where old values are kept of tiles that are being updated, and numbers that say which; kept_updates.py restores them.
@@ -87,6 +106,18 @@ constexpr int64_t size_of(Type type) { return type == kFp32 ? 4 : type == kNone 
 
 template <Type T> struct Raw { using type = uint16_t; };
 template <> struct Raw<kFp32> { using type = uint32_t; };
+
+inline __attribute__((always_inline)) uint32_t as_bits(float value) {
+  uint32_t bits;
+  __builtin_memcpy(&bits, &value, 4);
+  return bits;
+}
+
+inline __attribute__((always_inline)) float as_float(uint32_t bits) {
+  float value;
+  __builtin_memcpy(&value, &bits, 4);
+  return value;
+}
 
 void Arrays::advance(int64_t numel) {
   grad = static_cast<const char*>(grad) + numel * size_of(grad_type);
@@ -118,6 +149,24 @@ inline __attribute__((always_inline)) bool streams_undo(const Arrays& a) {
   const uintptr_t all = reinterpret_cast<uintptr_t>(a.undo_weight) | reinterpret_cast<uintptr_t>(a.undo_exp_avg) |
                         reinterpret_cast<uintptr_t>(a.undo_exp_avg_sq);
   return all % 64 == 0;
+}
+
+inline __attribute__((always_inline)) int64_t num_tiles(int64_t size, int64_t tile) { return (size + tile - 1) / tile; }
+
+// scale_of and e8m0_of in formats.py: what values are multiplied by, given the maximum of their tile.
+float multiplier_of(float maximum, ScaleKind kind) {
+  constexpr float kLargest = 448.0f;
+  if (kind == kE8M0) {
+    const uint32_t bits = as_bits(maximum * (1.0f / kLargest));
+    uint32_t exponent = bits >> 23;
+    const uint32_t mantissa = bits & 0x7fffffu;
+    if (mantissa != 0 && exponent < 0xfeu && !(exponent == 0 && mantissa <= 0x400000u)) ++exponent;
+    exponent = std::min(exponent, 0xfeu);
+    return 1.0f / as_float(exponent == 0 ? 0x400000u : exponent << 23);
+  }
+  const bool is_usable = maximum > 0.0f && as_bits(maximum) < 0x7f800000u;
+  const float scale = is_usable ? std::min(kLargest / maximum, as_float(0x7f7fffffu)) : 1.0f;
+  return kind == kPowerOfTwo ? as_float(as_bits(scale) & 0xff800000u) : scale;
 }
 
 // The product of two floats is exact in fp64. Its sum with the third, rounded to the nearest double and then to float,
@@ -279,6 +328,24 @@ void touch(int32_t body, const Arrays& arrays, int64_t numel) {
   baseline::touch(arrays, numel);
 }
 
+void raise_maximum(int32_t body, const float* weights, int64_t numel, float* maximum) {
+#if defined(__x86_64__)
+  if (body == kAvx512) return avx512::raise_maximum(weights, numel, maximum);
+  if (body == kAvx2) return avx2::raise_maximum(weights, numel, maximum);
+#endif
+  (void)body;
+  baseline::raise_maximum(weights, numel, maximum);
+}
+
+void encode(int32_t body, const float* weights, int64_t numel, float multiplier, uint8_t* codes) {
+#if defined(__x86_64__)
+  if (body == kAvx512) return avx512::encode(weights, numel, multiplier, codes);
+  if (body == kAvx2) return avx2::encode(weights, numel, multiplier, codes);
+#endif
+  (void)body;
+  baseline::encode(weights, numel, multiplier, codes);
+}
+
 void squares(int32_t body, const void* array, Type type, int64_t numel, double* row_sums) {
 #if defined(__x86_64__)
   if (body == kAvx512) return avx512::squares(array, type, numel, row_sums);
@@ -316,6 +383,69 @@ void finish_streams() {
 struct Chunk {
   int64_t piece, start, numel;
 };
+
+// The rows and columns of a piece that a chunk of its codes has.
+struct Rectangle {
+  int64_t row, end_row, column, end_column;
+};
+
+// A tile's rows that a piece has, and the number of its first tile.
+struct Band {
+  int64_t end_row, tile;
+  bool is_whole;
+};
+
+// The tiles of a piece's rows from `row` on.
+Band band_of(const Codes& codes, int64_t row, int64_t num_rows) {
+  const int64_t in_weight = codes.first_row + row;
+  const int64_t matrix = in_weight / codes.matrix_rows, in_matrix = in_weight % codes.matrix_rows;
+  const int64_t in_tile = in_matrix % codes.tile_rows;
+  const int64_t last = row - in_tile + std::min(codes.tile_rows, codes.matrix_rows - (in_matrix - in_tile));
+  const int64_t number = matrix * num_tiles(codes.matrix_rows, codes.tile_rows) + in_matrix / codes.tile_rows;
+  const int64_t across = num_tiles(codes.columns, codes.tile_columns);
+  return {std::min(last, num_rows), number * across, in_tile == 0 && last <= num_rows};
+}
+
+// A step, maxima and codes of the tiles in a rectangle; or, where `encodes_only`, the codes of tiles of which other
+// ranks have rows, by maxima that include those.
+void adam_to_codes(int32_t body, const HostAdamPiece& piece, const Rectangle& part, bool encodes_only) {
+  const Codes& codes = piece.codes;
+  const int64_t num_rows = piece.numel / codes.columns, width = part.end_column - part.column;
+  const int64_t first_tile = part.column / codes.tile_columns, tiles = num_tiles(width, codes.tile_columns);
+  const float* weights = static_cast<const float*>(piece.arrays.weight) + part.column;
+  for (int64_t row = part.row; row < part.end_row;) {
+    const Band band = band_of(codes, row, num_rows);
+    float* maxima = codes.maxima + band.tile + first_tile;
+    // Calls `work` with the place of each row of each tile, the elements there, and the tile's number in the rectangle.
+    const auto for_each = [&](int64_t at, auto work) {
+      for (int64_t tile = 0; tile < tiles; ++tile) {
+        const int64_t begin = tile * codes.tile_columns;
+        work(at * codes.columns + begin, std::min(codes.tile_columns, width - begin), tile);
+      }
+    };
+    if (!encodes_only) {
+      std::fill(maxima, maxima + tiles, 0.0f);
+      for (int64_t at = row; at < band.end_row; ++at) {
+        Arrays arrays = piece.arrays;
+        arrays.advance(at * codes.columns + part.column);
+        arrays.ahead = codes.columns * num_tiles(kPrefetch, width);  // the same columns of a later row
+        adam(body, piece.scalars, arrays, width);
+        for_each(at, [&](int64_t place, int64_t numel, int64_t tile) {
+          raise_maximum(body, weights + place, numel, maxima + tile);
+        });
+      }
+    }
+    if (band.is_whole != encodes_only) {
+      for (int64_t at = row; at < band.end_row; ++at) {
+        for_each(at, [&](int64_t place, int64_t numel, int64_t tile) {
+          const float multiplier = multiplier_of(maxima[tile], codes.kind);
+          encode(body, weights + place, numel, multiplier, codes.codes + part.column + place);
+        });
+      }
+    }
+    row = band.end_row;
+  }
+}
 
 // Work that was submitted, in chunks that any thread may take.
 class Job {
@@ -362,6 +492,20 @@ class Job {
     done_ = chunks_.empty();
   }
 
+  // Rectangles of whole tiles, before `cut`: a chunk has the first element of one, and as many elements as it has.
+  void cut_codes(int64_t number, const HostAdamPiece& piece) {
+    const Codes& codes = piece.codes;
+    const int64_t num_rows = piece.numel / codes.columns;
+    const int64_t width = num_tiles(kCodeColumns, codes.tile_columns) * codes.tile_columns;
+    for (int64_t row = 0, end = 0; row < num_rows; row = end) {
+      while (end < num_rows && end - row < kCodeRows) end = band_of(codes, end, num_rows).end_row;
+      for (int64_t column = 0; column < codes.columns; column += width) {
+        const int64_t numel = (end - row) * std::min(width, codes.columns - column);
+        chunks_.push_back({number, row * codes.columns + column, numel});
+      }
+    }
+  }
+
  private:
   std::vector<Chunk> chunks_;
   std::atomic<int64_t> unfinished_{0};
@@ -370,22 +514,30 @@ class Job {
   bool done_ = false;
 };
 
+enum Mode : int32_t { kStep = 0, kTouch = 1, kEncode = 2 };
+
 class AdamJob : public Job {
  public:
-  AdamJob(int32_t body, const HostAdamPiece* pieces, int64_t count, bool touch, const HostAdamLog* log, int num_threads)
-      : body_(body), touch_(touch), pieces_(pieces, pieces + count), logs_(log != nullptr) {
+  AdamJob(int32_t body, const HostAdamPiece* pieces, int64_t count, Mode mode, const HostAdamLog* log, int num_threads)
+      : body_(body), mode_(mode), pieces_(pieces, pieces + count), logs_(log != nullptr) {
     if (logs_) log_ = *log;
     std::vector<int64_t> lengths;
-    for (const HostAdamPiece& piece : pieces_) lengths.push_back(piece.numel);
+    for (const HostAdamPiece& piece : pieces_) {
+      const bool has_codes = piece.codes.codes != nullptr;
+      if (has_codes) cut_codes(static_cast<int64_t>(lengths.size()), piece);
+      lengths.push_back(has_codes ? 0 : piece.numel);
+    }
     cut(lengths, logs_ ? log_.chunk : chunk_of(lengths, num_threads));
   }
 
   void run(const Chunk& chunk, int thread) override {
     const HostAdamPiece& piece = pieces_[chunk.piece];
     if (logs_) return run_logged(piece, chunk, thread);
+    if (piece.codes.codes != nullptr) return make_codes(piece, chunk);
     Arrays arrays = piece.arrays;
+    arrays.ahead = kPrefetch;
     arrays.advance(chunk.start);
-    if (touch_) touch(body_, arrays, chunk.numel);
+    if (mode_ == kTouch) touch(body_, arrays, chunk.numel);
     else adam(body_, piece.scalars, arrays, chunk.numel);
     finish_streams();
   }
@@ -402,6 +554,7 @@ class AdamJob : public Job {
       slots[k][2] = counter - log_.counters;
     }
     Arrays arrays = piece.arrays;
+    arrays.ahead = kPrefetch;
     TileLog log{slots[0], slots[1], counter, log_.step, *counter, arrays.out == arrays.grad};
     arrays.advance(chunk.start + log.start);
     arrays.log = &log;
@@ -409,8 +562,16 @@ class AdamJob : public Job {
     finish_streams();
   }
 
+  void make_codes(const HostAdamPiece& piece, const Chunk& chunk) {
+    const int64_t columns = piece.codes.columns, tile = piece.codes.tile_columns;
+    const int64_t row = chunk.start / columns, column = chunk.start % columns;
+    const int64_t width = std::min(num_tiles(kCodeColumns, tile) * tile, columns - column);
+    adam_to_codes(body_, piece, {row, row + chunk.numel / width, column, column + width}, mode_ == kEncode);
+    finish_streams();
+  }
+
   const int32_t body_;
-  const bool touch_;
+  const Mode mode_;
   const std::vector<HostAdamPiece> pieces_;
   const bool logs_;
   HostAdamLog log_;
@@ -522,13 +683,14 @@ HostAdamPool* host_adam_pool_create(int32_t num_threads) {
 // Waits for what was submitted. Not in a forked child: the threads are the parent's.
 void host_adam_pool_destroy(HostAdamPool* pool) { delete pool; }
 
-// Returns at once; the arrays must stay until host_adam_wait returns. With `touch` the arrays are read and written in
-// the same pattern without the arithmetic: the ceiling that benchmarks compare with. With a log, if it is not null,
-// chunks go on where their counters are, and another process can finish what this one leaves.
+// Returns at once; the arrays must stay until host_adam_wait returns. With kTouch the arrays are read and written in the
+// same pattern without the arithmetic: the ceiling that benchmarks compare with. With kEncode only codes are written.
+// With a log, if it is not null, chunks go on where their counters are, and another process can finish what this one
+// leaves; of pieces without codes.
 HostAdamTicket* host_adam_submit(HostAdamPool* pool, int32_t body, const HostAdamPiece* pieces, int64_t count,
-                                 int32_t touch, const HostAdamLog* log) {
+                                 int32_t mode, const HostAdamLog* log) {
   try {
-    auto job = std::make_shared<AdamJob>(body, pieces, count, touch != 0, log, pool->num_threads());
+    auto job = std::make_shared<AdamJob>(body, pieces, count, static_cast<Mode>(mode), log, pool->num_threads());
     auto ticket = std::make_unique<HostAdamTicket>(HostAdamTicket{job});
     pool->submit(job);
     return ticket.release();

@@ -27,9 +27,10 @@ import torch
 
 from megatron.core.dtypes import FLOAT_DTYPES
 from megatron.core.local_ranks import local_world_size, num_sharing_ranks, num_usable_cores
+from megatron.core.low_precision.scaling import ScaleKind
 from megatron.core.optimizer.kernels import torch_adam
 from megatron.core.optimizer.kernels.adam import AdamScalars, AdamStep
-from megatron.core.optimizer.kernels.piece import Piece, RowLog
+from megatron.core.optimizer.kernels.piece import Piece, PieceCodes, RowLog
 
 LIBRARY = Path(__file__).with_name("libhost_adam.so")
 logger = logging.getLogger(__name__)
@@ -42,6 +43,8 @@ _TYPES: dict[torch.dtype | None, int] = {
     torch.bfloat16: 2,
     torch.float16: 3,
 }
+_SCALE_KINDS = {ScaleKind.FP32: 0, ScaleKind.POWER_OF_TWO: 1, ScaleKind.E8M0: 2}
+_STEP, _TOUCH, _ENCODE = 0, 1, 2  # modes of a job
 # The type of the weight marks a remainder.
 _SPLIT = 4
 
@@ -66,6 +69,7 @@ class _Arrays(ctypes.Structure):
         ("stream", ctypes.c_int32),
         ("streams_undo", ctypes.c_int32),
         ("log", ctypes.c_void_p),
+        ("ahead", ctypes.c_int64),
     )
 
 
@@ -86,14 +90,30 @@ class _Scalars(ctypes.Structure):
     )
 
 
+class _Codes(ctypes.Structure):
+    """`Codes` of host_adam.cpp."""
+
+    _fields_ = (
+        ("codes", ctypes.c_void_p),
+        ("maxima", ctypes.c_void_p),
+        ("first_row", ctypes.c_int64),
+        ("columns", ctypes.c_int64),
+        ("matrix_rows", ctypes.c_int64),
+        ("tile_rows", ctypes.c_int64),
+        ("tile_columns", ctypes.c_int64),
+        ("kind", ctypes.c_int32),
+    )
+
+
 class _Piece(ctypes.Structure):
-    """`HostPiece` of host_adam.cpp."""
+    """`HostAdamPiece` of host_adam.cpp."""
 
     _fields_ = (
         ("arrays", _Arrays),
         ("scalars", _Scalars),
         ("numel", ctypes.c_int64),
         ("counters", ctypes.c_void_p),
+        ("codes", _Codes),
     )
 
 
@@ -205,17 +225,13 @@ class HostAdam:
             touch: read and write the arrays in the same pattern but do no arithmetic, which leaves
                 garbage. For benchmarks with a 16-bit gradient, a 16-bit `out` or none; the torch
                 body does not support it.
-            log: of these pieces of one bucket, without a remainder; the torch body does not support
-                it.
+            log: of these pieces of one bucket, without a remainder and codes; the torch body does
+                not support it.
 
         Raises:
             As `run` does.
         """
-        # The library trusts addresses, types and lengths.
-        for piece in pieces:
-            piece.check()
-            if piece.weight.device.type != "cpu":
-                raise ValueError(f"Expected tensors on the CPU, got {piece.weight.device}.")
+        self._check(pieces)
 
         # A loss that is not finite reaches nearly every gradient: one element is a free check. What
         # can be undone may have been started before it was known.
@@ -226,18 +242,48 @@ class HostAdam:
         if library is None:
             torch_adam.run(pieces, grad_scale)
             return Ticket(None, (), self._process)
-
         if log is not None and len(log.slots) < 2 * self._num_threads:
             raise ValueError(
                 f"Expected a log of two slots for each of {self._num_threads} threads, got "
                 f"{len(log.slots)}."
             )
+        return self._submitted(library, pieces, grad_scale, _TOUCH if touch else _STEP, log)
+
+    def encode(self, pieces: Sequence[Piece]) -> None:
+        """Writes, of pieces with codes that were stepped, the codes of tiles of which a piece has
+        some rows only, by the maxima of the whole tiles, and returns when they are written.
+
+        Raises:
+            As `run` does.
+        """
+        self._check(pieces)
+        library = self._usable_library()
+        if library is not None:
+            self._submitted(library, pieces, 1.0, _ENCODE).wait()
+
+    def _check(self, pieces: Sequence[Piece]) -> None:
+        # The library trusts addresses, types and lengths.
+        for piece in pieces:
+            piece.check()
+            if piece.weight.device.type != "cpu":
+                raise ValueError(f"Expected tensors on the CPU, got {piece.weight.device}.")
+            if piece.codes is not None and self._body == "torch":
+                raise ValueError("Expected pieces without codes for the torch body, got some.")
+
+    def _submitted(
+        self,
+        library: ctypes.CDLL,
+        pieces: Sequence[Piece],
+        grad_scale: float,
+        mode: int,
+        log: RowLog | None = None,
+    ) -> Ticket:
         structs = (_Piece * len(pieces))(*[_described(piece, grad_scale) for piece in pieces])
         if log is not None:
             _add_counters(structs, log)
         described = None if log is None else ctypes.byref(_described_log(log))
         handle = library.host_adam_submit(
-            self._pool, _BODIES[self._body], structs, len(pieces), touch, described
+            self._pool, _BODIES[self._body], structs, len(pieces), mode, described
         )
         if not handle:
             raise MemoryError(f"Expected memory for a job of {len(pieces)} pieces, got none.")
@@ -422,7 +468,25 @@ def _described(piece: Piece, grad_scale: float) -> _Piece:
         _TYPES[exp_avg.dtype],
         _TYPES[None if out is None else out.dtype],
     )
-    return _Piece(arrays, _scalars(piece.step, grad_scale), piece.numel)
+    scalars = _scalars(piece.step, grad_scale)
+    return _Piece(arrays, scalars, piece.numel, None, _described_codes(piece.codes))
+
+
+def _described_codes(codes: PieceCodes | None) -> _Codes:
+    if codes is None:
+        return _Codes()
+    (rows, columns), quantizer = codes.shape, codes.quantizer
+    tile_rows, tile_columns = quantizer.scaling.tile
+    return _Codes(
+        codes.codes.data_ptr(),
+        codes.maxima.data_ptr(),
+        codes.first_row,
+        columns,
+        quantizer.matrix_rows or rows,
+        tile_rows,
+        columns if tile_columns is None else tile_columns,
+        _SCALE_KINDS[quantizer.scaling.kind],
+    )
 
 
 def _described_log(log: RowLog) -> _Log:

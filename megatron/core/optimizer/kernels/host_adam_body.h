@@ -190,18 +190,18 @@ INLINE void keep_tile(const Arrays& a) {
   keep<M>(a.exp_avg_sq, a.undo_exp_avg_sq, a.streams_undo);
 }
 
-INLINE void prefetch(const void* array, int64_t size) {
-  const char* ahead = static_cast<const char*>(array) + kPrefetch * size;
+INLINE void prefetch(const void* array, int64_t elements, int64_t size) {
+  const char* ahead = static_cast<const char*>(array) + elements * size;
   for (int64_t byte = 0; byte < kTile * size; byte += 64) __builtin_prefetch(ahead + byte, 1);
 }
 
 template <Type G, Type W, Type M>
 INLINE void prefetch_tile(const Arrays& a) {
-  prefetch(a.grad, size_of(G));
-  prefetch(a.weight, size_of(W));
-  prefetch(a.exp_avg, size_of(M));
-  prefetch(a.exp_avg_sq, size_of(M));
-  if (W == kSplit) prefetch(a.remainder, 2);
+  prefetch(a.grad, a.ahead, size_of(G));
+  prefetch(a.weight, a.ahead, size_of(W));
+  prefetch(a.exp_avg, a.ahead, size_of(M));
+  prefetch(a.exp_avg_sq, a.ahead, size_of(M));
+  if (W == kSplit) prefetch(a.remainder, a.ahead, 2);
 }
 
 // The tile's memory where there are fewer elements than a tile has.
@@ -376,6 +376,47 @@ TARGET static void touch(const Arrays& a, int64_t numel) {
   else if (a.weight_type == kFp32) touch_pass<kFp32, kBf16>(a, numel);
   else if (a.moment_type == kFp32) touch_pass<kSplit, kFp32>(a, numel);
   else touch_pass<kSplit, kBf16>(a, numel);
+}
+
+// Raises a maximum to the largest absolute value, rounded to bf16. NaN counts as infinity.
+TARGET static void raise_maximum(const float* __restrict weights, int64_t numel, float* __restrict maximum) {
+  // Words without the sign compare as signed ones.
+  Signed lanes{};
+  int64_t k = 0;
+  for (; k + LANES <= numel; k += LANES) {
+    const Signed magnitude = read<Signed>(weights + k) & 0x7fffffff;
+    lanes = magnitude > lanes ? magnitude : lanes;
+  }
+  int32_t largest = as<int32_t>(*maximum);
+  for (; k < numel; ++k) {
+    const int32_t magnitude = as<int32_t>(weights[k]) & 0x7fffffff;
+    largest = magnitude > largest ? magnitude : largest;
+  }
+  for (int lane = 0; lane < LANES; ++lane) largest = lanes[lane] > largest ? lanes[lane] : largest;
+  // Rounding keeps the order, and 16 digits that are 0 stay so.
+  const float bounded = as<float>(largest > 0x7f800000 ? 0x7f800000 : largest);
+  *maximum = as<float>(narrow_bf16(splat(bounded))[0] << 16);
+}
+
+// The codes of e4m3 of weights that are rounded to bf16 and multiplied: to nearest even, at most 448. Adding 2^14 lets
+// the hardware round what will be subnormal.
+INLINE Words codes_of(Floats weights, float multiplier) {
+  const Words bits = as<Words>(static_cast<Floats>(widen_bf16<Floats>(narrow_bf16(weights)) * multiplier));
+  const Words magnitude = bits & 0x7fffffffu;
+  const Words bounded = as<Signed>(magnitude) > 0x43e00000 ? Words{} + 0x43e00000u : magnitude;
+  const Words normal = (bounded - 0x3c000000u + 0x7ffffu + ((bounded >> 20) & 1u)) >> 20;
+  const Words subnormal = as<Words>(static_cast<Floats>(as<Floats>(bounded) + 16384.0f)) - 0x46800000u;
+  const Words finite = as<Signed>(bounded) < 0x3c800000 ? subnormal : normal;
+  return (bits >> 24 & 0x80u) | finite | (is_nan(bits) & 1u);  // a NaN is the code above the largest one
+}
+
+TARGET static void encode(const float* __restrict weights, int64_t numel, float multiplier, uint8_t* __restrict codes) {
+  using Bytes = uint8_t __attribute__((vector_size(LANES)));
+  int64_t k = 0;
+  for (; k + LANES <= numel; k += LANES) {
+    write(codes + k, __builtin_convertvector(codes_of(read<Floats>(weights + k), multiplier), Bytes));
+  }
+  for (; k < numel; ++k) codes[k] = static_cast<uint8_t>(codes_of(splat(weights[k]), multiplier)[0]);
 }
 
 template <Type T>

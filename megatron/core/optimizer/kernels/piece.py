@@ -17,6 +17,52 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 
 from megatron.core.dtypes import FLOAT_DTYPES, UNSCALED_STATE_DTYPES
+from megatron.core.low_precision.formats import E4M3
+from megatron.core.low_precision.scaling import ScaleKind, Scaling, WeightQuantizer
+
+
+class PieceCodes(NamedTuple):
+    """Makes codes of new weights, rounded to bf16, that are some rows of a matrix or several.
+
+    Attributes:
+        codes: e4m3, as many as the piece has elements.
+        maxima: of the tiles of the whole weight, fp32. A pass writes those of tiles of which the
+            piece has rows, over these rows.
+        quantizer: one that `is_supported`.
+        first_row: number of the piece's first row in the whole weight.
+        shape: of the whole weight.
+    """
+
+    codes: torch.Tensor
+    maxima: torch.Tensor
+    quantizer: WeightQuantizer
+    first_row: int
+    shape: tuple[int, int]
+
+    @staticmethod
+    def is_supported(scaling: Scaling) -> bool:
+        """Whether a pass can make codes of this scaling: few rows share a scale."""
+        plain = Scaling(E4M3, scaling.tile, scaling.kind)
+        return (
+            scaling == plain
+            and scaling.tile[0] is not None
+            and scaling.kind is not ScaleKind.TWO_LEVELS
+        )
+
+    def check(self, numel: int) -> None:
+        """ValueError unless these are the codes of `numel` weights, which are whole rows."""
+        rows, columns = self.shape
+        end = self.first_row * columns + numel
+        expected = (torch.float32, torch.Size(self.quantizer.maxima_shape(self.shape)))
+        got = (self.maxima.dtype, self.maxima.shape)
+        if numel % max(1, columns) or not 0 <= self.first_row * columns <= end <= rows * columns:
+            raise ValueError(
+                f"Expected rows of {self.shape} from {self.first_row} on, got {numel} weights."
+            )
+        if got != expected or not self.maxima.is_contiguous():
+            raise ValueError(f"Expected contiguous maxima of {expected}, got {got}.")
+        if not self.is_supported(self.quantizer.scaling):
+            raise ValueError(f"Expected a scale for a few rows each, got {self.quantizer}.")
 
 
 class Piece(NamedTuple):
@@ -34,6 +80,8 @@ class Piece(NamedTuple):
             written over as it is read.
         undo: takes the old values of `weight` and of each state, under these names, before they are
             written over; None: they are not kept. Never with a remainder.
+        codes: take the new weight instead of `out`, of a fp32 weight on the CPU; such a piece can
+            be neither divided nor joined.
     """
 
     step: Any
@@ -43,6 +91,7 @@ class Piece(NamedTuple):
     remainder: torch.Tensor | None = None
     out: torch.Tensor | None = None
     undo: Mapping[str, torch.Tensor] | None = None
+    codes: PieceCodes | None = None
 
     @property
     def numel(self) -> int:
@@ -56,6 +105,7 @@ class Piece(NamedTuple):
         both += [] if self.remainder is None else [self.remainder]
         once = [self.grad] if self.out is None else [self.grad, self.out]
         once += (self.undo or {}).values()
+        once += [] if self.codes is None else [self.codes.codes]
         return 2 * sum(array.nbytes for array in both) + sum(array.nbytes for array in once)
 
     def check(self) -> None:
@@ -63,8 +113,8 @@ class Piece(NamedTuple):
 
         Raises:
             ValueError: for arrays of unequal length or device, not contiguous, of a dtype that is
-                not listed above, for an `out` that shares only a part of `grad`'s memory, and for
-                an `undo` that is not like the weight and the states.
+                not listed above, for an `out` that shares only a part of `grad`'s memory, for an
+                `undo` that is not like the weight and the states, and for `codes` of other weights.
         """
         _check_dtype("grad", self.grad, FLOAT_DTYPES)
         _check_dtype(
@@ -82,6 +132,10 @@ class Piece(NamedTuple):
             self._check_overlap(self.out)
         if self.undo is not None:
             self._check_undo(self.undo)
+        if self.codes is not None:
+            _check_dtype("weight with codes", self.weight, (torch.float32,))
+            _check_dtype("codes", self.codes.codes, (E4M3.dtype,))
+            self.codes.check(self.numel)
 
         # Kernels get addresses and one length.
         for name, tensor in self.arrays().items():
@@ -103,6 +157,8 @@ class Piece(NamedTuple):
             arrays["remainder"] = self.remainder
         if self.out is not None:
             arrays["out"] = self.out
+        if self.codes is not None:
+            arrays["codes"] = self.codes.codes
         return arrays | {f"undo {name}": kept for name, kept in (self.undo or {}).items()}
 
     def keep_old(self) -> None:
@@ -129,6 +185,7 @@ class Piece(NamedTuple):
 
     def mapped(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Piece:
         """The same step over other arrays."""
+        assert self.codes is None, "tiles could be cut"
         return Piece(
             self.step,
             change(self.grad),
@@ -183,6 +240,8 @@ class RowLog(NamedTuple):
 
 # Carries out pieces, given the factor of the gradients, which is known last.
 Kernel: TypeAlias = Callable[[Iterable[Piece], float], None]
+# Writes the codes of tiles of which pieces have some rows only, by maxima of the whole tiles.
+Encode: TypeAlias = Callable[[Sequence[Piece]], None]
 
 
 class HostKernel:
@@ -192,15 +251,18 @@ class HostKernel:
         submit: starts pieces with the factor of their gradients, and returns a function that waits
             until they are done, which must be called. It may do the work itself.
         submit_logged: the same with a log; None where the kernel keeps none.
+        encode: None: the kernel takes no pieces with codes.
     """
 
     def __init__(
         self,
         submit: Callable[[Iterable[Piece], float], Callable[[], None]],
         submit_logged: Callable[[Sequence[Piece], float, RowLog], Callable[[], None]] | None = None,
+        encode: Encode | None = None,
     ) -> None:
         self.submit = submit
         self.submit_logged = submit_logged
+        self.encode = encode
 
     @classmethod
     def of(cls, kernel: Kernel) -> HostKernel:
@@ -269,7 +331,7 @@ def _address(piece: Piece) -> tuple[str, int]:
 
 def _continues(piece: Piece, following: Piece) -> bool:
     """Whether every array of `following` starts where that of `piece` ends."""
-    if piece.step != following.step:
+    if piece.step != following.step or piece.codes or following.codes:
         return False
 
     ends, begins = piece.arrays(), following.arrays()

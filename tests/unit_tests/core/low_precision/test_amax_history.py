@@ -59,9 +59,9 @@ def test_evaluation_records_nothing() -> None:
 
 @on_ranks(2)
 def test_a_step_ends_with_the_maxima_of_all_ranks() -> None:
-    model = torch.nn.ModuleList(AmaxHistory(HistoryOptions(2, "max")) for _ in range(2))
-    model[0].maximum(Slot.INPUTS, torch.tensor(3.0 + dist.get_rank()))
-    model[1].maximum(Slot.GRADIENT, torch.tensor(9.0 - dist.get_rank()))
-    update_histories(model, dist.group.WORLD)
-    assert [history.chosen.tolist() for history in model] == [[4, 0, 0], [0, 0, 9]]
-    assert all(not history.current.any() for history in model)
+    histories = [AmaxHistory(HistoryOptions(2, "max")) for _ in range(2)]
+    histories[0].maximum(Slot.INPUTS, torch.tensor(3.0 + dist.get_rank()))
+    histories[1].maximum(Slot.GRADIENT, torch.tensor(9.0 - dist.get_rank()))
+    update_histories(histories, dist.group.WORLD)
+    assert [history.chosen.tolist() for history in histories] == [[4, 0, 0], [0, 0, 9]]
+    assert all(not history.current.any() for history in histories)

@@ -5,7 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron.core.low_precision.products import _has_operator, _scaled_mm, product, swizzled
+from megatron.core.low_precision.products import (
+    _has_operator,
+    _scaled_mm,
+    padded,
+    product,
+    swizzled,
+)
 from megatron.core.low_precision.recipes import recipe_named
 from megatron.core.low_precision.scaling import Scaling
 
@@ -56,6 +62,25 @@ def test_the_cpu_has_an_operator_for_scales_of_matrices_and_of_rows(name: str) -
         assert _has_operator(torch.device("cpu"), left, right, BF16) == has_operator
 
 
+@pytest.mark.parametrize("name", ["delayed", "tensorwise", "rowwise", "blockwise", "mxfp8"])
+def test_operands_padded_to_what_a_gpu_takes_have_the_same_product(name: str) -> None:
+    left, right = pairs(name)["wgrad"]
+    generator = torch.Generator().manual_seed(0)
+    for tokens in (1, 37, 130, 160):
+        one = left.quantize(torch.randn(5, tokens, generator=generator))
+        other = right.quantize(torch.randn(7, tokens, generator=generator))
+        for operand in (one, other):
+            wider = padded(operand)
+            assert wider.shape[1] == wider.codes.shape[1]
+            assert wider.shape[1] % (32 if name == "mxfp8" else 16) == 0
+            assert 0 <= wider.shape[1] - tokens < 32
+            assert torch.equal(wider.dequantize()[:, :tokens], operand.dequantize())
+            assert not wider.dequantize()[:, tokens:].any()
+        if name in ("delayed", "tensorwise", "rowwise"):
+            found = _scaled_mm(padded(one), padded(other), torch.float32)
+            torch.testing.assert_close(found, _scaled_mm(one, other, torch.float32))
+
+
 def test_an_operator_that_computes_something_else_is_not_used(monkeypatch) -> None:
     scaling = Scaling(recipe_named("tensorwise").weight.format, (None, None), margin=3)
     assert _has_operator(torch.device("cpu"), scaling, scaling, BF16)
@@ -93,8 +118,9 @@ def test_a_gpu_has_the_operators_of_its_generation(name: str) -> None:
     }[name]
     for left, right in pairs(name).values():
         assert _has_operator(device, left, right, BF16) == expected
-        matrices = torch.randn(2, 256, 384, device=device)
-        one, other = left.quantize(matrices[0]), right.quantize(matrices[1])
-        found = product(one, other, BF16).float()
-        reference = one.dequantize() @ other.dequantize().t()
-        assert (found - reference).norm() < 0.01 * reference.norm()
+        for inner in (384, 390):  # the latter is padded
+            matrices = torch.randn(2, 256, inner, device=device)
+            one, other = left.quantize(matrices[0]), right.quantize(matrices[1])
+            found = product(one, other, BF16).float()
+            reference = one.dequantize() @ other.dequantize().t()
+            assert (found - reference).norm() < 0.01 * reference.norm()
