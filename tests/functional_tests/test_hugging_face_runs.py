@@ -53,8 +53,8 @@ def run(argv: list[str], begun: str | None = None) -> str:
     """
     log, load = io.StringIO(), Resumer.load
 
-    def load_and_save(self: Resumer, engine: Any) -> Any:
-        loaded = load(self, engine)
+    def load_and_save(self: Resumer, engine: Any, kept: None) -> Any:
+        loaded = load(self, engine, kept)
         if begun is not None:
             save_hf(engine.model, begun, Device("cpu"), dtype=torch.float32)
         return loaded

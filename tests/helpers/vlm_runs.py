@@ -93,8 +93,8 @@ def save_what_is_loaded(argv: list[str], folder: str) -> None:
     """On each rank: a run that saves its checkpoint anew as soon as it has loaded it, and ends."""
     load = Resumer.load
 
-    def load_and_save(self: Resumer, engine: ModuleEngine) -> Any:
-        load(self, engine)
+    def load_and_save(self: Resumer, engine: ModuleEngine, kept: None) -> Any:
+        load(self, engine, kept)
         engine.save(SaveLoadMeta(f"{folder}/loaded", with_optim=True))
         raise ExitError(ExitCode.FINISHED, "it has saved")
 
