@@ -6,9 +6,10 @@
 bf16 gradients, fp32 weights and moments unless the name has others; every side gives the same
 threads the same arrays, in huge pages as the optimizer's own are; sides in `ordinary pages` have
 their own. `skeleton` reads and writes the memory of the side above it by the same code, without
-arithmetic. All sides run interleaved, in an order drawn anew each round. Where medians and fastest
-rounds are far apart, the machine was busy. Runs in DeepSpeed's environment (`make peers`) where
-that has been made: its CPU Adam then is one of the sides.
+arithmetic. `logged` keeps the old values of rows that are written over, as `--keep-host-state`
+does. All sides run interleaved, in an order drawn anew each round. Where medians and fastest rounds
+are far apart, the machine was busy. Runs in DeepSpeed's environment (`make peers`) where that has
+been made: its CPU Adam then is one of the sides.
 """
 
 from __future__ import annotations
@@ -26,10 +27,11 @@ from benchmarks.helpers.benchmark import Benchmark
 from benchmarks.helpers.result import NotRun, Ratio, Result, measured
 from megatron.core.device import Device
 from megatron.core.local_ranks import num_usable_cores
+from megatron.core.optimizer.cpu_offloading.kept_updates import CHUNK_NUMEL, slot_bytes
 from megatron.core.optimizer.kernels import torch_adam
 from megatron.core.optimizer.kernels.adam import AdamStep
 from megatron.core.optimizer.kernels.host_adam import HostAdam
-from megatron.core.optimizer.kernels.piece import Piece
+from megatron.core.optimizer.kernels.piece import ROW_NUMEL, Piece, RowLog
 from megatron_hybrid.plan.measure import host_array
 
 try:
@@ -51,11 +53,14 @@ NUM_TENSORS = 200
 ONE_PASS, SKELETON = "one pass", "skeleton"
 DEEPSPEED = "DeepSpeed CPUAdam, fp32 grad, no out"
 FUSED = "torch fused, fp32 grad, no out"
+OVER_GRAD = f"{ONE_PASS}, out over grad"
+LOGGED = f"{OVER_GRAD}, logged"
 FUSED_BY_TENSOR = f"torch fused on {NUM_TENSORS} tensors, fp32 grad, no out"
 FUSED_WITH_CASTS = "casts and torch fused"
 IN_ORDINARY_PAGES = ", ordinary pages"
 
 LEAST_OF_SKELETON = 0.9
+MOST_WITH_LOG = 1.05
 # The least that others take of the pass's time. torch's own have the pages that torch gives its
 # users; in huge pages, and without a weight in bf16 to write, they have no bar.
 BARS = {
@@ -116,7 +121,7 @@ def kernel_sides(kernel: HostAdam, arrays: Arrays) -> dict[str, Side]:
     """The pass in all its forms, each with its skeleton."""
     forms = {
         ONE_PASS: (arrays.piece(), 28),
-        f"{ONE_PASS}, out over grad": (arrays.piece(over_grad=True), 28),
+        OVER_GRAD: (arrays.piece(over_grad=True), 28),
         f"{ONE_PASS}, remainder": (arrays.piece(split=True), 26),
         f"{ONE_PASS}, bf16 moments": (arrays.piece(bf16_moments=True), 20),
         f"{ONE_PASS}, remainder, bf16 moments": (arrays.piece(split=True, bf16_moments=True), 18),
@@ -129,6 +134,19 @@ def kernel_sides(kernel: HostAdam, arrays: Arrays) -> dict[str, Side]:
             lambda piece=piece: kernel.submit([piece], touch=True).wait(), num_bytes
         )
     return sides
+
+
+def logged_side(kernel: HostAdam, piece: Piece, num_threads: int) -> Side:
+    """The pass with a log of old values."""
+    counters = torch.zeros(-(-piece.numel // CHUNK_NUMEL), dtype=torch.int64)
+    slots = torch.zeros(2 * num_threads, slot_bytes(ROW_NUMEL), dtype=torch.uint8)
+    log = RowLog(counters, slots, CHUNK_NUMEL, step=1, bucket=0)
+
+    def run() -> None:
+        counters.zero_()
+        kernel.submit([piece], log=log).wait()
+
+    return Side(run, 28)
 
 
 def fused_adamw(
@@ -213,6 +231,9 @@ def ratios(sides: dict[str, Side], medians: dict[str, float]) -> Iterator[Ratio]
         if side.skeleton:
             value = medians[side.skeleton] / medians[name]
             yield Ratio(f"{side.skeleton} / {name}", value, at_least=LEAST_OF_SKELETON)
+    yield Ratio(
+        f"{LOGGED} / {OVER_GRAD}", medians[LOGGED] / medians[OVER_GRAD], at_most=MOST_WITH_LOG
+    )
     for name in sides:
         if not name.startswith((ONE_PASS, SKELETON)):
             value = medians[name] / medians[ONE_PASS]
@@ -235,7 +256,11 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     kernel = HostAdam(arguments.threads, body=arguments.body)
     arrays = Arrays(arguments.elements, in_slabs=not arguments.ordinary_pages)
-    sides = {**kernel_sides(kernel, arrays), **torch_sides(arrays)}
+    sides = {
+        **kernel_sides(kernel, arrays),
+        LOGGED: logged_side(kernel, arrays.piece(over_grad=True), arguments.threads),
+        **torch_sides(arrays),
+    }
     if not arguments.ordinary_pages:
         sides |= ordinary_sides(arguments.elements)
     times = measure(sides, arguments.rounds)

@@ -63,7 +63,7 @@ class KeptUpdates:
         numbers = HostSlab(8 * sum(sizes), device, is_pinned=False, purpose="progress", kept=memory)
         self._progress = numbers.tensor(0, sum(sizes), torch.int64).split(sizes)
 
-        chunk, rows = _slot_bytes(CHUNK_NUMEL), _slot_bytes(ROW_NUMEL)
+        chunk, rows = slot_bytes(CHUNK_NUMEL), slot_bytes(ROW_NUMEL)
         nbytes = chunk + _NUM_SLOTS * rows
         slots = HostSlab(nbytes, device, is_pinned=False, purpose="undo", kept=memory)
         self._slot = _UndoSlot(slots.tensor(0, chunk, torch.uint8), CHUNK_NUMEL)
@@ -141,7 +141,7 @@ class _UndoSlot:
     """Memory for the old values of a row: a header, then a quarter of the rest for each array."""
 
     def __init__(self, memory: torch.Tensor, numel: int) -> None:
-        """`memory`: uint8, of `_slot_bytes(numel)`."""
+        """`memory`: uint8, of `slot_bytes(numel)`."""
         self.header = memory[:_HEADER_BYTES].view(torch.int64)
         self._quarters = memory[_HEADER_BYTES:].view(_MOST_ARRAYS, numel * _WIDEST)
 
@@ -169,7 +169,8 @@ class _UndoSlot:
             yield self._quarters[place][: own.nbytes].view(own.dtype), own
 
 
-def _slot_bytes(numel: int) -> int:
+def slot_bytes(numel: int) -> int:
+    """The bytes of an undo slot for rows of `numel` elements."""
     return _HEADER_BYTES + numel * _WIDEST * _MOST_ARRAYS
 
 
