@@ -3,8 +3,8 @@
     python tests/matrix.py                 # all pairs of requirements/matrix.txt
     python tests/matrix.py 3.12:2.13.0     # this one
 
-Each pair gets an environment of its own under `--environments`, made once and kept until what it
-was made from changes. A pair whose Python is not on this machine counts as a failure, unless
+Each pair gets a separate environment under `--environments`, made once and kept until its
+requirements change. A pair whose Python is not on this machine counts as a failure, unless
 `--allow-missing` is given.
 """
 
@@ -86,8 +86,8 @@ def find_python(version: str) -> str | None:
 
 
 def _runs(python: str, version: str) -> bool:
-    """Whether it is an interpreter of that version. pyenv's shims are there for versions that they
-    refuse to run.
+    """Whether it is an interpreter of that version. pyenv has shims for versions that it
+    does not run.
     """
     program = "import sys, venv; print('{}.{}'.format(*sys.version_info))"
     result = subprocess.run([python, "-c", program], capture_output=True, text=True, check=False)
@@ -104,7 +104,7 @@ def constraints_for(torch: str) -> str:
 
 
 def install(pair: Pair, python: str, folder: Path) -> Path:
-    """Makes the environment, unless it stands; returns its interpreter.
+    """Makes the environment, unless it exists; returns its interpreter.
 
     Raises:
         subprocess.CalledProcessError: if it cannot be made.
@@ -132,8 +132,8 @@ def install(pair: Pair, python: str, folder: Path) -> Path:
 
 
 def outcome_of(pair: Pair, environments: Path) -> tuple[bool | None, str]:
-    """Tests one pair: whether it passed (None: there is no such Python), and what to say
-    about it.
+    """Tests one pair: whether it passed (None: that Python is missing), and a
+    description.
     """
     python = find_python(pair.python)
     if python is None:
@@ -146,8 +146,7 @@ def outcome_of(pair: Pair, environments: Path) -> tuple[bool | None, str]:
     except subprocess.CalledProcessError as error:
         return False, f"could not be installed, {error.cmd[0]} ended with {error.returncode}"
 
-    # What pip made of the wish, and what it is that the tests run with: the same version may be a
-    # CUDA or a CPU build.
+    # The installed version and its build: the same version may be a CUDA or a CPU build.
     result = subprocess.run(
         [environment_python, "-W", "ignore", "-c", DESCRIPTION],
         capture_output=True,

@@ -32,9 +32,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_a_run_begins_with_the_folder_once_and_then_goes_on_with_its_own_checkpoint(
-    saved, tmp_path
-):
+def test_a_run_starts_from_the_directory_once_and_then_resumes_from_its_checkpoint(saved, tmp_path):
     begins = [*MODEL, "--load-dcp", saved, "--dcp-key-map", TABLE]
     whole, parts, runs = (tmp_path / name for name in ("whole.jsonl", "parts.jsonl", "runs"))
     assert f"{LOADED} {saved}" in train(*begins, "--metrics-jsonl", whole, world_size=2)

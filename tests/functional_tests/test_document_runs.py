@@ -35,9 +35,7 @@ def test_each_flag_matters(prefix: str, tmp_path: Path) -> None:
     assert len(set(found[:4])) == 4
 
 
-def test_a_token_counts_alike_whatever_the_size_of_microbatches(
-    prefix: str, tmp_path: Path
-) -> None:
+def test_a_token_has_the_same_weight_at_any_microbatch_size(prefix: str, tmp_path: Path) -> None:
     masked = ["--eod-mask-loss"]
     expected = train(prefix, tmp_path / "whole", *masked, "--micro-batch-size", 8, world_size=1)
     per_token = [*masked, "--micro-batch-size", 1, "--calculate-per-token-loss"]

@@ -21,7 +21,7 @@ def test_a_hugging_face_model_trains_and_is_saved_in_both_formats(tmp_path):
     assert done.returncode == 0, done.stderr
     losses = [float(loss) for loss in re.findall(r"loss (\d+\.\d+)", done.stdout)]
     assert len(losses) == 4
-    assert losses == sorted(losses, reverse=True), "it learns, and continues from its checkpoint"
+    assert losses == sorted(losses, reverse=True), "the loss falls, also after the resume"
     assert (tmp_path / "weights" / WEIGHTS_FILE).exists()
     assert (tmp_path / "step" / "published.json").exists()
 
@@ -43,7 +43,7 @@ def test_the_commands_for_fine_tuning_run_as_they_stand(tmp_path):
     pytest.importorskip("transformers")
     for name in ("docs", "megatron", "megatron_hybrid", "pretrain_gpt.py", "tools"):
         (tmp_path / name).symlink_to(ROOT / name)
-    # `python` and `torchrun` are those that run the tests.
+    # `python` and `torchrun` come from the tests' environment.
     path = os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"]))
     blocks = bash_blocks(ROOT / "docs" / "fine-tuning.md")
     assert len(blocks) == 8
@@ -52,8 +52,8 @@ def test_the_commands_for_fine_tuning_run_as_they_stand(tmp_path):
     assert done.returncode == 0, done.stderr
     losses = [float(loss) for loss in re.findall(r"lm loss: (\d+\.\d+E[+-]\d+)", done.stdout)]
     assert len(losses) == 6, "two of each training that logs, and its validation"
-    assert losses[1] < losses[0] < 8, "random weights of 1000 tokens begin with 6.9"
-    assert losses[4] < losses[3] < losses[1], "conversations begin with what text has taught"
+    assert losses[1] < losses[0] < 8, "random weights with 1000 tokens start at 6.9"
+    assert losses[4] < losses[3] < losses[1], "conversations start with a trained loss"
     for name in ("tiny", "chats"):
         assert (tmp_path / "exports" / name / WEIGHTS_FILE).exists()
     assert "--- prompt: 'A checkpoint'" in done.stdout

@@ -54,7 +54,7 @@ def launcher(host: Host) -> list[str]:
     )
 
 
-def test_hosts_have_names_addresses_and_ports_of_their_own(hosts):
+def test_hosts_have_separate_names_addresses_and_ports(hosts):
     for host, other in (hosts, hosts[::-1]):
         assert host.run("hostname").strip() == host.name
         assert f"{host.name}\n" in host.run("getent", "hosts", host.name)

@@ -172,7 +172,7 @@ def test_rows_that_a_run_adds_to_the_vocabulary_are_trained_saved_and_exported(
     assert not torch.equal(trained["lm_head.weight"][VOCAB:], first["lm_head.weight"][VOCAB:])
 
 
-def test_hf_of_a_model_that_no_architecture_computes_is_refused_before_the_first_step(tmp_path):
+def test_hf_of_a_model_that_no_architecture_computes_is_rejected_before_the_first_step(tmp_path):
     model = "--num-layers 1 --hidden-size 8 --num-attention-heads 2 --apply-layernorm-1p"
     argv = [*model.split(), "--tokenizer-type", "ByteTokenizer", *SETTINGS]
     argv += ["--save", str(tmp_path / "run"), "--metrics-jsonl", str(tmp_path / "metrics.jsonl")]
@@ -193,7 +193,7 @@ def test_hf_of_a_model_that_no_architecture_computes_is_refused_before_the_first
 @pytest.mark.parametrize(
     ("engine", "world_size"), [("offloaded", 2), ("torch_fsdp2", 2), ("unsharded", 1)]
 )
-def test_a_run_begins_with_the_folders_weights_to_the_bit(
+def test_a_run_starts_from_the_directorys_weights_to_the_bit(
     transformers, folder, tmp_path, engine, world_size
 ):
     metrics, begun = tmp_path / "metrics.jsonl", tmp_path / "begun"
@@ -244,7 +244,9 @@ def test_weights_are_read_at_the_start_of_a_fresh_run_alone(tmp_path):
     run_ranks(2, fail, flags(moved))
 
 
-def test_the_checkpoint_alone_tells_its_model_once_the_run_has_begun(tmp_path, monkeypatch, capsys):
+def test_the_checkpoint_alone_defines_the_model_once_the_run_has_started(
+    tmp_path, monkeypatch, capsys
+):
     """From any directory, and relative paths are those of the run. The directory's config.json and
     weights may be gone; its tokenizer is the run's.
     """

@@ -179,7 +179,7 @@ def test_ctrl_c_saves_and_ends_the_run_as_a_preempted_one(tmp_path, capsys, plac
     assert end["iteration"] == latest_iteration(open_store(job.saved)) >= ITERATION
     assert f"iter_{ITERATION:07d}" in " ".join(
         event["checkpoint"] for event in job.events("save_published")
-    ), "the save that was under way is not lost"
+    ), "the save in flight is not lost"
     status, first = status_of(job, capsys)
     assert status == 75
     assert first.startswith("state: preempted")
@@ -206,7 +206,7 @@ def test_a_second_ctrl_c_ends_the_run_at_once_wherever_it_is(tmp_path, capsys):
 def test_without_the_handler_ctrl_c_ends_the_run_and_says_what_would_have_saved_it(
     tmp_path, capsys
 ):
-    """Also the data workers, which the terminal signals too, print nothing."""
+    """The data workers, which also get the terminal's signal, print no output."""
     job = Job(tmp_path)
     flags = [*LONG, *job.flags, "--num-workers", "2"]
     with typed_at([sys.executable, "pretrain_gpt.py", *flags]) as (terminal, process):
@@ -238,11 +238,11 @@ def test_ctrl_c_while_make_launches_ranks_saves_on_all_of_them(tmp_path, capsys)
     assert re.search(r"make(\[\d+\])?: .* Error 130", text), "the launcher's status"
 
     assert "exit-signal-handler: true" in (ROOT / "examples" / "gpt_cpu.yaml").read_text(), (
-        "so that this holds for `make pretrain`, as README.md says"
+        "so that this holds for `make pretrain`, as README.md states"
     )
     assert_no_traceback(text)
     assert "SignalException" not in text
-    assert text.count("SIGINT in iteration") == 1, "one rank speaks for its machine"
+    assert text.count("SIGINT in iteration") == 1, "one rank logs for its machine"
     assert "torchrun kills it after 30 s (TORCH_ELASTIC_SHUTDOWN_TIMEOUT)" in text
     assert {event["rank"] for event in job.events("signal")} == {0, 1}
     (end,) = job.events("exit")

@@ -44,7 +44,7 @@ def test_one_process_needs_no_torchrun_and_no_fsdp(tmp_path):
         assert losses(tmp_path / engine) == pytest.approx(expected, rel=1e-6)
 
 
-def test_the_times_of_an_offloaded_optimizer_are_reported_if_a_flag_asks_for_them(tmp_path):
+def test_the_times_of_an_offloaded_optimizer_are_reported_if_a_flag_requests_them(tmp_path):
     offload = "--bf16 --optimizer-cpu-offload --overlap-cpu-optimizer-d2h-h2d --log-interval 2"
     found = {}
     for level, iterations in ((1, [2, 4]), (0, [])):

@@ -16,7 +16,7 @@ def records(path: Path) -> list[dict[str, Any]]:
     return [record for record in found if record["kind"] == "train"]
 
 
-def test_a_z_loss_is_trained_with_and_reported_beside_the_cross_entropy(tmp_path: Path) -> None:
+def test_a_z_loss_is_trained_and_reported_next_to_the_cross_entropy(tmp_path: Path) -> None:
     plain, small, more = (tmp_path / f"{name}.jsonl" for name in ("plain", "small", "more"))
     for path, flags in (
         (plain, []),
@@ -33,5 +33,5 @@ def test_a_z_loss_is_trained_with_and_reported_beside_the_cross_entropy(tmp_path
     assert any(len({record["loss"] for record in step}) == 3 for step in later)
 
 
-def test_a_coefficient_that_is_none_is_refused() -> None:
+def test_a_coefficient_that_is_none_is_rejected() -> None:
     assert "--z-loss-coeff: expected" in refusal("--z-loss-coeff", "0")

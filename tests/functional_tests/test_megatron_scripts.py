@@ -1,4 +1,4 @@
-"""Megatron-LM's launch scripts start after the changes that one message asks for.
+"""Megatron-LM's launch scripts start after the changes that one message requests.
 
 `megatron_scripts.yaml` has the flags of three of its scripts, with small sizes. Here the message is
 obeyed by a program, to the letter.
@@ -56,11 +56,11 @@ def message_about(argv: list[str]) -> tuple[str, ...]:
 
 
 def obeyed(flags: list[str], lines: tuple[str, ...], blanks: dict[str, str]) -> list[str]:
-    """The flags after the changes that the message asks for, and no others."""
+    """The flags after the changes that the message requests, and no others."""
     changes = {}
     for line in lines:
         match = CHANGE.match(line)
-        assert match is not None, f"{line!r} says what to do"
+        assert match is not None, f"{line!r} has no replacement"
         changes[match["flag"]] = match["use"]
 
     changed = []
@@ -70,7 +70,7 @@ def obeyed(flags: list[str], lines: tuple[str, ...], blanks: dict[str, str]) -> 
             changed.append(flag)
         elif (use := changes.pop(name)) is not None:
             changed.append(" ".join(blanks.get(word, word) for word in shlex.split(use)))
-    assert not changes, "the message speaks of flags that are given"
+    assert not changes, "the message names flags that were not given"
     return changed
 
 
@@ -86,19 +86,19 @@ def make_corpus(work: Path) -> str:
 
 
 def train(argv: list[str]) -> Outcome:
-    # The pool's ranks are daemons, which may have no processes of their own.
+    # The pool's ranks are daemons, which cannot start processes.
     return pretrain_gpt.run([*argv, "--num-workers", "0"])
 
 
 @pytest.fixture
 def work() -> Iterator[Path]:
-    """A directory without blanks in its path, which a script that quotes nothing cannot name."""
+    """A directory without blanks in its path, for scripts that do not quote it."""
     with tempfile.TemporaryDirectory(dir="/tmp") as folder:
         yield Path(folder)
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_a_script_trains_after_the_changes_that_one_message_asks_for(script, work):
+def test_a_script_trains_after_the_changes_that_one_message_requests(script, work):
     flags = flags_of(script, work)
     tokenizer = make_corpus(work) if "gpt3" in script else ""
     lines = message_about(words(flags))

@@ -54,7 +54,7 @@ def test_a_run_resumes_to_the_bit_and_on_another_number_of_ranks(engine: str, tm
     assert continued == pytest.approx({n: expected[n] for n in continued}, rel=1e-3)
 
 
-def test_each_flag_of_muon_changes_what_is_computed(tmp_path: Path):
+def test_each_flag_of_muon_changes_the_result(tmp_path: Path):
     seen = set()
     changes = (
         [],

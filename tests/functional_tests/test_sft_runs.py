@@ -133,7 +133,7 @@ def rows_of(chats: Chats) -> SampleDataset:
 def losses_by_hand(
     model: torch.nn.Module, row: dict[str, Any], wanted: dict[tuple[int, ...], list[bool]]
 ) -> torch.Tensor:
-    """The losses of the answers of a row, each conversation computed by itself."""
+    """The losses of a row's unmasked tokens, each conversation computed separately."""
     found = []
     for tokens, labels in zip(
         row["tokens"].split(row["lengths"]), row["labels"].split(row["lengths"]), strict=True
@@ -164,7 +164,7 @@ def mean_of_tokens(rows: list[torch.Tensor]) -> torch.Tensor:
     ],
     ids=["rows", "tokens", "tokens-fsdp2"],
 )
-def test_losses_are_those_of_a_loop_written_by_hand(
+def test_losses_match_a_loop_written_by_hand(
     chats: Chats,
     tmp_path: Path,
     mean: Callable[[list[torch.Tensor]], torch.Tensor],
@@ -186,10 +186,10 @@ def test_losses_are_those_of_a_loop_written_by_hand(
     assert max(len(rows[number]["lengths"]) for number in range(LAST * ROWS)) > 2, "packed"
 
 
-def test_an_answer_counts_alike_whatever_the_size_of_microbatches(
+def test_unmasked_tokens_have_the_same_weight_at_any_microbatch_size(
     chats: Chats, tmp_path: Path
 ) -> None:
-    """In one microbatch all answers count alike anyway."""
+    """In one microbatch all unmasked tokens have the same weight in any case."""
     whole = ["--micro-batch-size", ROWS, "--main-grads-dtype", "fp32"]
     expected = train(chats, tmp_path / "whole", *whole)
     found = train(chats, tmp_path / "rows", *OFFLOADED, PER_TOKEN, world_size=2)
@@ -197,9 +197,7 @@ def test_an_answer_counts_alike_whatever_the_size_of_microbatches(
     assert train(chats, tmp_path / "default") != pytest.approx(expected, rel=1e-5)
 
 
-def test_data_that_begin_otherwise_than_the_tokenizers_texts_are_warned_of(
-    chats: Chats, tmp_path: Path
-) -> None:
+def test_data_without_the_tokenizers_prefix_cause_a_warning(chats: Chats, tmp_path: Path) -> None:
     shutil.copytree(chats.tokenizer, tmp_path / "tokenizer")
     begin_texts(tmp_path / "tokenizer", FILLER + 3)
     begun = chats._replace(tokenizer=tmp_path / "tokenizer")
@@ -216,7 +214,7 @@ def test_data_that_begin_otherwise_than_the_tokenizers_texts_are_warned_of(
 
     other, again = (begun._replace(prefix=tmp_path / name) for name in ("other", "again"))
     assert "texts start with" not in log_of(chats, is_text=True)
-    assert "but the documents" not in log_of(begun, is_text=False), "a template says how they begin"
+    assert "but the documents" not in log_of(begun, is_text=False), "a template defines the start"
     warned = f"texts start with .*, but the documents of {re.escape(str(other.prefix))} do not"
     assert re.search(warned, log_of(other, is_text=True))
     assert re.search(
@@ -233,7 +231,7 @@ def test_data_that_begin_otherwise_than_the_tokenizers_texts_are_warned_of(
     ],
     ids=["divided", "offloaded", "fsdp2"],
 )
-def test_what_fills_up_rows_is_sent_to_no_expert(
+def test_padding_of_rows_is_sent_to_no_expert(
     chats: Chats, tmp_path: Path, engine: list[object]
 ) -> None:
     train(chats, tmp_path, *MOE, *engine, "--micro-batch-size", 2, world_size=2)
@@ -251,7 +249,7 @@ def test_what_fills_up_rows_is_sent_to_no_expert(
 @pytest.mark.parametrize(
     "engine", [[], OFFLOADED, ["--use-torch-fsdp2"]], ids=["megatron-fsdp", "offloaded", "fsdp2"]
 )
-def test_ranks_share_the_rows_and_resumed_runs_go_on_to_the_bit(
+def test_ranks_share_the_rows_and_resumed_runs_continue_to_the_bit(
     chats: Chats, tmp_path: Path, engine: list[str]
 ) -> None:
     expected = train(chats, tmp_path / "one", *engine)
@@ -263,7 +261,7 @@ def test_ranks_share_the_rows_and_resumed_runs_go_on_to_the_bit(
     assert resumed == {n: found[n] for n in range(3, LAST + 1)}
 
 
-def test_offloaded_runs_have_the_bits_of_those_on_the_device(chats: Chats, tmp_path: Path) -> None:
+def test_offloaded_runs_are_bit_equal_to_runs_on_the_device(chats: Chats, tmp_path: Path) -> None:
     # Two of the layers send their activations down.
     same = ["--num-layers", 4]
     on_device = train(chats, tmp_path / "device", *same, world_size=2)

@@ -71,7 +71,7 @@ def make_small(folder: Path, index: str) -> Path:
     return folder
 
 
-def test_the_site_builds_without_a_warning_and_loads_nothing_from_elsewhere(tmp_path: Path) -> None:
+def test_the_site_builds_without_a_warning_or_external_resources(tmp_path: Path) -> None:
     done = build(ROOT, tmp_path)
     assert done.returncode == 0, done.stderr
     pages = {path.relative_to(tmp_path).as_posix(): path for path in tmp_path.rglob("*.html")}

@@ -34,7 +34,7 @@ def read(folder: Path) -> list[Trace]:
     return [Trace.from_json(file.read_bytes()) for file in files]
 
 
-def test_a_run_records_all_rows_of_all_ranks_and_a_resumed_one_beside_it(
+def test_a_run_records_all_rows_of_all_ranks_and_a_resumed_one_adds_its_own(
     prefix: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     flags = [*OFFLOADED, "--overlap-optimizer-with-forward"]

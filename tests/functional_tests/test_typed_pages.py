@@ -151,7 +151,7 @@ def _environment() -> Mapping[str, str]:
     return {**own, **pip, "TERM": "xterm", "REPOSITORY": str(ROOT), **_QUIET}
 
 
-def test_the_tutorial_does_what_it_says(desk: Desk) -> None:
+def test_the_tutorial_has_the_results_it_shows(desk: Desk) -> None:
     blocks = typed_blocks((ROOT / "docs" / "tutorial.md").read_text())
     for block in blocks:
         desk.type(block)

@@ -93,7 +93,7 @@ def test_plain_mlps_are_one_tensor_and_fused_weights_are_sections(
     assert not any("linear_qkv" in key or "in_proj" in key for key in keys)
 
 
-def test_an_answer_counts_alike_whatever_the_size_of_microbatches(
+def test_unmasked_tokens_have_the_same_weight_at_any_microbatch_size(
     shapes: Path, tmp_path: Path
 ) -> None:
     lines = tmp_path / "text.jsonl"
@@ -134,7 +134,9 @@ def test_offloaded_training_is_that_on_the_device_to_the_bit(
             assert is_same == key.startswith("model.vision_model."), key
 
 
-def test_batches_without_images_train_beside_those_with_some(shapes: Path, tmp_path: Path) -> None:
+def test_batches_without_images_train_with_others_that_have_some(
+    shapes: Path, tmp_path: Path
+) -> None:
     text = tmp_path / "text.jsonl"
     turns = [{"role": "user", "content": "what ?"}, {"role": "assistant", "content": "red circle"}]
     text.write_text("\n".join([json.dumps({"messages": turns})] * 60))
@@ -267,7 +269,7 @@ def test_a_folder_is_trained_and_exported_as_one_that_transformers_reads(
     )
 
 
-def test_generate_answers_about_a_picture(
+def test_generate_continues_a_prompt_about_a_picture(
     shapes: Path, undisturbed: tuple[Path, dict[int, float]], capsys: pytest.CaptureFixture[str]
 ) -> None:
     picture = str(shapes / "held_out" / "00000.png")

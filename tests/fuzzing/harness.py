@@ -2,7 +2,7 @@
 
     worker = Worker(folder)
     files = worker.make("run")                                # intact ones, as bytes by name
-    outcome = worker.read("run", {**files, "x": Place.FIFO})  # in a folder that is made anew
+    outcome = worker.read("run", {**files, "x": Place.FIFO})  # in a new directory
 
 A process that dies or does not come back is an outcome, too; the next example gets a new one.
 """
@@ -28,7 +28,7 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 
 MAX_SECONDS = 120.0  # of one example, on a machine that does other things as well
 MAX_BYTES = 512 << 20  # of address space that one example may take
-GRACE_SECONDS = 60.0  # for a process that raises TooLateError and answers
+GRACE_SECONDS = 60.0  # for a process that raises TooLateError and responds
 _START_SECONDS = 300.0  # importing torch on a busy machine, and making the files
 _MOST_MESSAGE = 20_000  # characters
 
@@ -95,7 +95,7 @@ class Outcome:
         texts = [self.message, *self.warnings, self.err]
         for sign in (
             "MemoryError",
-            "can't allocate memory",  # of torch; a map of a file may be refused
+            "can't allocate memory",  # of torch; mapping a file may fail
             "RecursionError",
             "maximum recursion",
             "Traceback",
@@ -104,7 +104,7 @@ class Outcome:
 
         for text in (self.message, *self.warnings, *self.err.splitlines(), *self.out.splitlines()):
             if not text.isprintable() or len(text) > _MOST_MESSAGE:
-                found.append(f"it said what is not a line: {text[:2000]!r}")
+                found.append(f"the message is not one line: {text[:2000]!r}")
         return found
 
     def __str__(self) -> str:
@@ -193,7 +193,7 @@ class Worker:
     def _start(self) -> None:
         self._folder.mkdir(parents=True, exist_ok=True)
         self._pipe, theirs = Pipe()
-        # One arena of malloc: each would reserve address space of its own.
+        # One arena of malloc, because each arena reserves address space.
         environment = {
             **os.environ,
             "MALLOC_ARENA_MAX": "1",
@@ -213,7 +213,7 @@ class Worker:
         theirs.close()
 
     def _ask(self, request: dict[str, Any], seconds: float) -> tuple[str | None, dict[str, Any]]:
-        """(how the process died, its answer)"""
+        """(how the process died, its response)"""
         if self._process is None:
             self._start()
             seconds += _START_SECONDS

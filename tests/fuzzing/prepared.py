@@ -1,4 +1,4 @@
-"""Malicious files: programs where data belongs, lies about sizes and places."""
+"""Malicious files: code instead of data, wrong sizes and offsets."""
 
 from __future__ import annotations
 
@@ -88,12 +88,12 @@ def metadata(draw: st.DrawFn, content: bytes) -> bytes:
         _force(found, pick(draw, names), pick(draw, _JUNK))
     try:
         return pickle.dumps(found, protocol=pick(draw, [2, 4]))
-    except RuntimeError:  # a memory format that torch does not know
+    except RuntimeError:  # a memory format that torch does not support
         return content
 
 
 def chunk_index(draw: st.DrawFn, content: bytes) -> bytes:
-    """The index of a checkpoint, where something else is announced or lies elsewhere."""
+    """The index of a checkpoint with other declared contents or offsets."""
     members = json.loads(content)
     for _ in range(pick(draw, [1, 1, 2])):
         _announce(draw, members)
@@ -109,7 +109,7 @@ _DTYPES = ["float64", "int8", "float32", "float8_e4m3fn", "complex128", "quint8"
 
 
 def _announce(draw: st.DrawFn, members: dict[str, Any]) -> None:
-    """Another member, tensor or chunk; or a lie that fits itself."""
+    """Another member, tensor or chunk; or a consistent forgery."""
     group = members[pick(draw, ["tensors", "tensors", "tensors", "plain"])]
     keys = [key for key, saved in group.items() if saved and len(saved) == 4 and saved[3]]
     if not keys:
@@ -268,7 +268,7 @@ def archive(draw: st.DrawFn, content: bytes) -> bytes:
 
 
 def exchanged(draw: st.DrawFn, described: bytes, data: bytes) -> tuple[bytes, bytes]:
-    """Metadata and data of DCP's, where one entry is another archive, at the end of the file."""
+    """DCP metadata and data, where one entry is another archive at the end of the file."""
     found = pickle.loads(described)
     info = found.storage_data[pick(draw, list(found.storage_data))]
     saved = data[info.offset : info.offset + info.length]
@@ -294,7 +294,7 @@ _ARRAYS = [
 
 
 def array(draw: st.DrawFn, content: bytes) -> bytes:
-    """A file of numpy's with another header, or wrong numbers."""
+    """A numpy file with another header, or wrong numbers."""
     if draw(st.booleans()):
         # The numbers are the last part; each is plausible by itself.
         at = 128 + 8 * draw(st.integers(0, (len(content) - 128) // 8 - 1))
@@ -314,7 +314,7 @@ def array(draw: st.DrawFn, content: bytes) -> bytes:
 
 
 def index(draw: st.DrawFn, content: bytes) -> bytes:
-    """Another length, or another document, and all that follows from it: a consistent lie."""
+    """Another length or document, with all other fields adapted: a consistent forgery."""
     head = "<9sQBQQ"
     magic, version, code, num_sequences, num_documents = struct.unpack_from(head, content)
     begin = struct.calcsize(head)

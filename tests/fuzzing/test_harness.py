@@ -43,7 +43,7 @@ def read(worker: Worker, target: str, content: bytes) -> Outcome:
     return worker.read(target, {"file": content})
 
 
-def test_what_a_pickle_runs_is_reported(worker: Worker, tmp_path: Path) -> None:
+def test_code_that_a_pickle_runs_is_reported(worker: Worker, tmp_path: Path) -> None:
     canary = tmp_path / "canary"
     outcome = read(worker, "unpickle", pickle.dumps(Call(os.mkdir, str(canary))))
     assert canary.exists(), "it has been run"
@@ -73,7 +73,7 @@ def test_a_file_that_is_written_outside_of_the_folder_is_reported(worker: Worker
     assert any("elsewhere" in each and "open(" in each for each in found), found
 
 
-def test_what_takes_more_memory_than_it_may_is_reported(worker: Worker) -> None:
+def test_examples_that_take_too_much_memory_are_reported(worker: Worker) -> None:
     outcome = read(worker, "allocate", str(1 << 40).encode())
     assert outcome.error == "MemoryError"
     assert outcome.problems()
@@ -88,7 +88,7 @@ def test_an_endless_loop_is_reported(worker: Worker) -> None:
     assert any("TooLateError" in each for each in outcome.problems())
 
 
-def test_an_end_that_nobody_foresaw_is_reported_and_the_next_example_has_a_new_process(
+def test_an_unexpected_exit_is_reported_and_the_next_example_has_a_new_process(
     worker: Worker,
 ) -> None:
     for ending in (signal.SIGSEGV, signal.SIGKILL):
@@ -105,14 +105,14 @@ def test_a_reader_that_does_not_come_back_is_ended_and_reported(tmp_path: Path) 
     assert any("did not come back" in each for each in found), found
 
 
-def test_an_error_that_stands_for_one_that_was_not_foreseen_is_reported(worker: Worker) -> None:
+def test_an_error_raised_from_an_unexpected_one_is_reported(worker: Worker) -> None:
     outcome = read(worker, "wrap", b"")
     assert outcome.is_expected
     assert any("did not foresee KeyError" in each for each in outcome.problems())
 
 
 @pytest.mark.parametrize("place", Place)
-def test_what_stands_in_the_place_of_a_file_is_made(worker: Worker, place: Place) -> None:
+def test_special_files_instead_of_a_file_are_made(worker: Worker, place: Place) -> None:
     outcome = worker.read("look", {"file": place})
     assert outcome.value == {"value": place.value}
     assert outcome.problems() == []

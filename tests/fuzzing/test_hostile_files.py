@@ -1,13 +1,13 @@
 """Hostile files, wherever a load or a data set reads one: each is rejected by name, or loaded.
 
 An example ends in an error that the reader names, or in a load. It takes bounded time and memory,
-runs nothing, changes nothing outside of its directory, and an error leaves model and optimizer as
-they were. The loaded bits are the same wherever a checksum covers them:
+executes no code, changes no file outside of its directory, and an error leaves model and optimizer
+unchanged. The loaded bits are the same wherever a checksum covers them:
 
     run         all of it, unless somebody has computed the digests anew
     torch_dcp   the data, which has the CRC-32 of torch.save; `.metadata` and train state have none
     data set    the cache of the sample index: it has no checksum, but is held against the data
-    others      nothing: a file of other values is another file
+    others      none: a file of other values is another file
 
 `make test` runs a few examples of each; `-m wide` thousands.
 """
@@ -128,7 +128,7 @@ def test_other_bits_and_a_state_that_was_touched_are_reported(worker: Worker) ->
     assert problems(worker, "torch_dcp", damaged, other) == ["it loaded other ['state']"]
     assert problems(worker, "run", replace(damaged, is_sealed=True), other) == []
     nothing = Outcome(value={"nothing": True})
-    assert problems(worker, "run", damaged, nothing) != [], "a checkpoint that nobody sees any more"
+    assert problems(worker, "run", damaged, nothing) != [], "a checkpoint that is no longer visible"
 
     refused = Outcome(error="CheckpointError", is_expected=True, message="no")
     assert problems(worker, "run", damaged, refused) == []

@@ -73,7 +73,7 @@ class Watch:
         """Notes what happens in the block, in any thread.
 
         Args:
-            learns: whether the files are intact, so that all that happens is right.
+            learns: whether the files are intact, so that all events are allowed.
         """
         self.events.clear()
         self._folder, self._learns = os.path.realpath(folder), learns
@@ -86,7 +86,7 @@ class Watch:
         folder = self._folder
         if folder is None or getattr(self._own, "is_busy", False):
             return
-        self._own.is_busy = True  # what follows raises events of its own
+        self._own.is_busy = True  # the following code raises events, too
         try:
             if not self._is_forbidden(event, args, folder):
                 return
@@ -228,7 +228,7 @@ def read(
 def _text(error: BaseException) -> str:
     try:
         return str(error)[:100_000]
-    except Exception as second:  # Python refuses to write down an integer of 5000 digits
+    except Exception as second:  # Python cannot print an integer of 5000 digits
         return f"{type(second).__name__} of its own message"
 
 
@@ -240,7 +240,7 @@ def _causes(error: BaseException) -> Iterator[BaseException]:
 
 
 def _where(error: BaseException) -> list[str]:
-    """Files and lines, the innermost last; of the cause, if another error stands for it."""
+    """Files and lines, the innermost last; of the cause, if the error was raised from another."""
     innermost = next(iter(list(_causes(error))[::-1]), error)
     places, trace = [], innermost.__traceback__
     while trace is not None:
@@ -255,7 +255,7 @@ def main(descriptor: int, module: str) -> None:
     pipe = Connection(descriptor)
     targets = importlib.import_module(module)
     targets.start()
-    # Text may say in which encoding it is, and Python then imports that.
+    # Text may declare its encoding, and Python then imports that.
     for encoding in pkgutil.iter_modules(encodings.__path__, "encodings."):
         with contextlib.suppress(ImportError):  # of another system
             importlib.import_module(encoding.name)

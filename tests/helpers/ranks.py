@@ -1,4 +1,4 @@
-"""Runs tests on ranks of their own: `@on_ranks(2)` above a test, or `run_ranks(2, function, *args)`
+"""Runs tests on separate ranks: `@on_ranks(2)` above a test, or `run_ranks(2, function, *args)`
 in one that does something before or after.
 
 A pool of ranks per world size lives as long as the test session: each is a process with a gloo
@@ -60,8 +60,8 @@ def run_ranks(
     timeout: float = DEFAULT_TIMEOUT,
     device: str = "cpu",
 ) -> list[Any]:
-    """Calls `function(*args)` on every rank of a process group of `world_size`; returns what each
-    rank returned.
+    """Calls `function(*args)` on every rank of a process group of `world_size`; returns the
+    results by rank.
 
     The function is sent by value, so it may be a local one; results must be picklable.
     """
@@ -108,7 +108,7 @@ def prepare_simulator() -> None:
     missing = build.missing_for_build()
     if missing is not None:
         pytest.skip(missing)
-    # Here, so that it takes none of the ranks' time.
+    # Here, so that the ranks' time does not include it.
     build.ensure_built()
 
 
@@ -214,7 +214,7 @@ class _Pool:
 def _send_by_value(value: Any) -> None:
     """Sends definitions of a test file by value: ranks cannot import test files.
 
-    A helper calls `run_ranks` with functions of its own, and hands on those that tests give it.
+    A helper calls `run_ranks` with its functions, and passes on the functions of tests.
     Helpers are imported under their whole name, which ranks can do, too.
     """
     module = sys.modules.get(getattr(value, "__module__", None) or "")
@@ -231,7 +231,7 @@ def _serve(rank: int, world_size: int, device: str, store: str, pipe: Connection
         LOCAL_WORLD_SIZE=str(world_size),
     )
     torch.set_num_threads(1)
-    faulthandler.enable()  # a crash in C says where Python was, on all threads
+    faulthandler.enable()  # a crash in C prints the Python stacks of all threads
     # Modules imported before the fork are no garbage; scanning them would copy their memory.
     gc.freeze()
     backend = "gloo" if device == "cpu" else _start_device(device, rank, world_size)

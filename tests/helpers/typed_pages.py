@@ -1,21 +1,21 @@
 """Pages whose commands a test types, and the titles that control the typing.
 
-A block of bash is typed into the first terminal and must succeed, unless its title says otherwise:
+A block of bash is typed into the first terminal and must succeed, unless its title differs:
 
     ```bash
     ```bash title="Press Ctrl-C when it prints 75/500"
     ```bash title="Leave it running, and go on here when it prints 175/500"
     ```bash title="In a second terminal"
 
-The next block of the first terminal waits for what was left running. A block of text is what the
-block above it prints, without most of its lines; the second form is what the first terminal prints
-meanwhile, the third differs from machine to machine:
+The next block of the first terminal waits for the command that was left running. A block of text
+has some of the lines that the block above it prints; the second form has lines that the first
+terminal prints meanwhile, the third differs from machine to machine:
 
     ```text
     ```text title="In the first terminal"
     ```text title="Something like"
 
-Code hosts do not show titles, so a page says the same in its prose.
+Code hosts do not show titles, so the prose of a page repeats them.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Typed(NamedTuple):
     commands: str
     is_second: bool  # typed into the second terminal
     interrupt_at: str | None  # Ctrl-C is typed once this is printed
-    leave_at: str | None  # it runs on; what comes next in the page is done once this is printed
+    leave_at: str | None  # it keeps running; the page continues once this is printed
     printed: tuple[Printed, ...]
 
 
@@ -58,7 +58,7 @@ def typed_blocks(markdown: str) -> list[Typed]:
     """A page's blocks of bash, in order.
 
     Raises:
-        ValueError: for a title that none of the forms above has, and for output without a command.
+        ValueError: for a title of another form, and for output without a command.
     """
     blocks: list[Typed] = []
     for line, language, title, text in _fences(markdown):
@@ -103,8 +103,8 @@ def _typed(line: int, title: str, text: str) -> Typed:
 def missing_lines(shown: str, output: str) -> list[str]:
     """The lines of a block of output that a command has not printed, in the order shown.
 
-    Figures, and words that contain one, differ from run to run: any figure stands for any other.
-    Lines may be missing between those shown. `...` in a line stands for anything.
+    Figures, and words that contain one, differ from run to run: any figure matches any other. Lines
+    may be missing between the shown lines. `...` in a line matches any text.
     """
     printed = [_without_figures(line) for line in re.split(r"[\r\n]+", _ESCAPES.sub("", output))]
     missing, position = [], 0

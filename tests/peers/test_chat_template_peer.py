@@ -1,7 +1,7 @@
 """Tokens and masks of conversations, against transformers with the chat templates that TRL has.
 
-TRL has published templates, and variants of them that mark answers. Masks of the marked ones must
-be those of transformers; answers of the published ones must be those that their variants mark.
+TRL publishes templates and variants with `{% generation %}` marks. The loss masks of a marked
+variant must equal transformers' masks; the masks of a published template must equal its variant's.
 """
 
 # ruff: noqa: RUF001  DeepSeek's tokens have full-width bars
@@ -27,7 +27,7 @@ from tests.peers.helpers.peer_runs import run_with_peers
 pytestmark = pytest.mark.peer
 
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>"}
-# Special tokens of all families, including those that end the answers of unmarked templates.
+# Special tokens of all families, including the tokens that end a turn in unmarked templates.
 CONTROL = [
     *("<|endoftext|>", "<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|start|>", "<|end|>"),
     *("<|message|>", "<|channel|>", "<|return|>", "<|call|>", "<|eot_id|>", "<|start_header_id|>"),
@@ -142,12 +142,12 @@ UNMARKED = [
     *("nemotron_3_5_lightning", "nemotron_3_nano", "nemotron_3_super", "nemotron_3_ultra"),
     *("phi3", "phi3_5", "qwen2_5", "qwen2_5_vl", "qwen3_8", "qwen3_instruct_2507", "qwen3_vl"),
 ]
-# What a variant marks before the answer: the generation prompt, or the part of it that TRL marks.
+# Text that a variant marks before the assistant's message: all or part of the generation prompt.
 PROMPTS = (
     *("", "\n", "<think>", "<think>\n", "<|start|>assistant", "<｜Assistant｜>"),
     "<｜tool▁outputs▁end｜>",
 )
-# TRL changes the text of these, so their answers are written down here.
+# TRL changes the text of these templates, so their masks are spelled out here.
 _THOUGHT = "<think>\n\n</think>\n\n"
 _CALL = '{"name": "add", "arguments": {"a": 1, "b": "größe"}}'
 _FUNCTION = (
@@ -228,7 +228,7 @@ class Peer:
         return PictureTokenizer(HuggingFaceTokenizer(self.folder))
 
     def answers(self, template: str, conversation: str) -> tuple[str, list[str]]:
-        """The text of a conversation, and the answers in it."""
+        """Returns the text of a conversation, and the texts of the spans in its loss mask."""
         source = self.found[template]["source"]
         own = ChatTemplate(source, SPECIAL, template, CONTROL)
         messages, tools, _ = parse_conversation(CONVERSATIONS[conversation])
@@ -243,7 +243,7 @@ def peer(tmp_path_factory: pytest.TempPathFactory) -> Peer:
 
 @pytest.mark.parametrize("conversation", CONVERSATIONS)
 @pytest.mark.parametrize("template", MARKED)
-def test_masks_of_marked_templates_are_those_of_transformers(
+def test_masks_of_marked_templates_match_transformers(
     peer: Peer, template: str, conversation: str
 ) -> None:
     expected = peer.found[template]["made"][conversation]
@@ -260,7 +260,7 @@ def test_masks_of_marked_templates_are_those_of_transformers(
 
 
 @pytest.mark.parametrize("template", VISION)
-def test_masks_of_conversations_about_pictures_are_those_of_transformers(
+def test_masks_of_conversations_about_pictures_match_transformers(
     peer: Peer, template: str
 ) -> None:
     expected = peer.found[f"{template}_training"]["made"]["pictures"]
@@ -268,7 +268,7 @@ def test_masks_of_conversations_about_pictures_are_those_of_transformers(
     found = peer.tokenizer(f"{template}_training").render_pictures(record, [1, 1, 1])
     assert found.tokens.tolist() == expected["tokens"]
     assert found.is_answer.astype(int).tolist() == expected["mask"]
-    # More tokens for a picture move the answers.
+    # More tokens for a picture shift the loss mask.
     more = peer.tokenizer(template).render_pictures(record, [4, 1, 7])
     few = peer.tokenizer(template).render_pictures(record, [1, 1, 1])
     assert len(more.tokens) == len(few.tokens) + 9
@@ -276,7 +276,7 @@ def test_masks_of_conversations_about_pictures_are_those_of_transformers(
 
 
 def merged(text: str, answers: list[str]) -> list[str]:
-    """Marked texts, those that follow each other as one."""
+    """Returns the marked texts, with adjacent ones merged."""
     pieces: list[str] = []
     position = end = 0
     for answer in answers:
@@ -291,7 +291,7 @@ def merged(text: str, answers: list[str]) -> list[str]:
 
 @pytest.mark.parametrize("conversation", CONVERSATIONS)
 @pytest.mark.parametrize("template", UNMARKED)
-def test_answers_of_published_templates_are_those_that_their_variants_mark(
+def test_masks_of_published_templates_match_their_marked_variants(
     peer: Peer, template: str, conversation: str
 ) -> None:
     variant = f"{template}_training"
@@ -302,14 +302,14 @@ def test_answers_of_published_templates_are_those_that_their_variants_mark(
     text, answers = peer.answers(template, conversation)
     marked_text, marked = peer.answers(variant, conversation)
     if text != marked_text:
-        # The original drops thoughts that are written into an answer.
+        # The published template drops thoughts inside an assistant's message.
         assert (template, conversation) == ("deepseek_r1_distill", "inline thinking")
         return
-    # Phi's variants mark the end of the text, too, which no answer comes before.
+    # Phi's variants also mark the end-of-text token, which follows no assistant's message.
     marked = [one for one in merged(text, marked) if one != "</s>"]
     assert len(answers) == len(marked)
     for answer, mark in zip(answers, marked, strict=True):
-        # White space after the end of an answer is not learned here.
+        # The loss mask excludes white space after the end of a message.
         ended = mark.rstrip() if not mark.endswith("</s>") else mark.removesuffix("</s>").rstrip()
         assert ended.removesuffix(answer.rstrip()) in PROMPTS, (answer, mark)
 

@@ -56,7 +56,7 @@ def _all_kinds() -> dict[str, Any]:
     return found
 
 
-def test_collectives_give_what_they_should():
+def test_collectives_give_the_expected_results():
     first, second = run_ranks(2, _all_kinds, device="sim")
     assert first["reduced"] == second["reduced"]
     assert first["reduced"] == [
@@ -123,7 +123,7 @@ def test_collectives_of_a_group_keep_their_order_whichever_streams_they_are_issu
 
 
 @on_ranks(2, device="sim")
-def test_an_async_collective_runs_beside_the_current_stream_until_somebody_waits() -> None:
+def test_an_async_collective_overlaps_with_the_current_stream_until_a_wait() -> None:
     import tests.simulated_accelerator.device as sim
 
     current = torch.accelerator.current_stream()

@@ -119,7 +119,7 @@ def _sent_dtypes(kind: str) -> list[str]:
 
 
 @pytest.mark.sim
-def test_the_log_says_that_accelerators_send_gradients_in_fp32():
+def test_the_log_reports_that_accelerators_send_gradients_in_fp32():
     assert run_ranks(2, _sent_dtypes, "cpu") == [["bf16"]] * 2
     assert run_ranks(2, _sent_dtypes, "sim", device="sim") == [["fp32"]] * 2
     assert run_ranks(1, _sent_dtypes, "sim", device="sim") == [[]]

@@ -63,7 +63,7 @@ def _both(dtype: torch.dtype, changes: dict[str, Any]) -> tuple[list[Tensor], li
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("changes", [{}, {"capacity_factor": 0.75}])
-def test_a_mixture_gives_what_it_gives_on_the_cpu(
+def test_a_mixture_gives_the_same_results_as_on_the_cpu(
     dtype: torch.dtype, changes: dict[str, Any]
 ) -> None:
     ((found, expected, has_kernel),) = run_ranks(1, _both, dtype, changes, device="sim")

@@ -58,7 +58,7 @@ def _two_streams(waits: bool) -> list[float]:
     return found
 
 
-def test_a_stream_that_does_not_wait_for_another_sees_what_is_not_finished():
+def test_a_stream_that_does_not_wait_for_another_reads_unfinished_results():
     assert run_ranks(1, _two_streams, True, device="sim") == [[20.0, 20.0]]
     [[late, paused]] = run_ranks(1, _two_streams, False, device="sim")
     assert late == 0
@@ -181,7 +181,7 @@ def test_events_are_done_when_their_stream_has_come_to_them() -> None:
 
 
 @on_ranks(1, device="sim")
-def test_every_thread_begins_on_the_first_device_and_its_use_is_noted() -> None:
+def test_every_thread_starts_on_the_first_device_and_its_use_is_noted() -> None:
     import tests.simulated_accelerator.device as sim
 
     torch.accelerator.set_device_index(2)
@@ -207,7 +207,7 @@ def test_every_thread_begins_on_the_first_device_and_its_use_is_noted() -> None:
 
 
 @on_ranks(1, device="sim")
-def test_what_makes_the_host_wait_is_counted() -> None:
+def test_operations_that_block_the_host_are_counted() -> None:
     import tests.simulated_accelerator.device as sim
 
     tensor = torch.ones(4, device="sim")
@@ -233,7 +233,7 @@ def test_what_makes_the_host_wait_is_counted() -> None:
 
 
 @on_ranks(1, device="sim")
-def test_random_numbers_are_those_of_the_cpu_in_the_order_of_the_program() -> None:
+def test_random_numbers_match_the_cpu_in_the_order_of_the_program() -> None:
     import tests.simulated_accelerator.device as sim
 
     torch.manual_seed(5)
@@ -385,7 +385,7 @@ def test_memory_is_counted_and_its_peak_kept() -> None:
 
 
 @on_ranks(1, device="sim")
-def test_copies_from_and_to_pinned_memory_run_beside_the_host() -> None:
+def test_copies_from_and_to_pinned_memory_overlap_with_the_host() -> None:
     import tests.simulated_accelerator.device as sim
 
     stream = torch.accelerator.current_stream()
@@ -422,7 +422,7 @@ def test_copies_from_pageable_memory_block_even_if_they_are_not_to() -> None:
 
 
 @on_ranks(1, device="sim")
-def test_pinned_memory_is_not_used_again_while_a_copy_is_under_way() -> None:
+def test_pinned_memory_is_not_used_again_while_a_copy_is_in_flight() -> None:
     import tests.simulated_accelerator.device as sim
 
     target, pinned = torch.zeros(512, device="sim"), torch.ones(512).pin_memory()

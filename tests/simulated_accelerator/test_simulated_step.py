@@ -1,7 +1,7 @@
 """What must end before what in the planner's simulated step does so in a real one.
 
-Every piece of work of a small step takes a while, on its own lane of the device or of the host, so
-that work with nothing to wait for would overtake.
+Every piece of work of a small step takes a while, on a separate lane of the device or the host, so
+that work without a wait would overtake.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ def _patches(recorder: _Recorder) -> Iterator[Any]:
 
 
 def _trained(share: float, early_bytes: int) -> list[Work]:
-    """What was done from a backward on in two steps."""
+    """The work of two steps, starting with a backward."""
     from torch.distributed.device_mesh import init_device_mesh
 
     from megatron.core.distributed.fsdp import (
@@ -166,7 +166,7 @@ def _trained(share: float, early_bytes: int) -> list[Work]:
             float(global_grad_norm(model.parameters()))
             optimizer.step()
             optimizer.zero_grad()
-        # What the last step began is not recorded.
+        # Work that the last step started is not recorded.
         done = [*recorder.done]
         optimizer.synchronize()
     begin = [at for at, lane in enumerate(done) if lane == "compute"]

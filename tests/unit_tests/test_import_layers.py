@@ -88,7 +88,7 @@ def test_every_file_belongs_to_a_room_and_every_room_has_files():
         level("megatron.elsewhere.file")
 
 
-def test_files_import_only_from_their_own_room_and_lower_ones():
+def test_files_import_only_from_their_room_and_lower_ones():
     found = {module: forbidden_imports(module, imports) for module, imports in IMPORTS.items()}
     assert {module: names for module, names in found.items() if names} == {}
 

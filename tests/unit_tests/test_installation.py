@@ -84,7 +84,7 @@ class Environment:
         pip("--python", self.python, *arguments)
 
     def run(self, *command: str | Path) -> subprocess.CompletedProcess[str]:
-        """From an empty directory, with no other path of Python's."""
+        """Runs Python in an empty directory, without other entries on its path."""
         return subprocess.run(
             list(map(str, command)),
             capture_output=True,
@@ -167,10 +167,10 @@ def test_a_package_of_another_path_is_one_line_of_the_command(wheel: Path, tmp_p
     assert f"got that of another distribution at {other.parent}" in line
 
 
-def test_megatron_core_beside_an_editable_installation_is_one_line(
+def test_megatron_core_next_to_an_editable_installation_is_one_line(
     wheel: Path, tmp_path: Path
 ) -> None:
-    """Python finds `megatron`, a namespace, in site-packages before it asks setuptools' finder."""
+    """Python finds the namespace `megatron` in site-packages before it calls setuptools' finder."""
     packages = tmp_path / "site-packages"
     with zipfile.ZipFile(megatron_core(tmp_path)) as archive:
         archive.extractall(packages)
@@ -240,12 +240,10 @@ def test_each_sign_of_foreign_files_is_enough(
     assert "\n" not in str(caught.value)
 
 
-def test_files_of_ours_may_be_edited_and_others_may_lie_beside_them(
-    wheel: Path, tmp_path: Path
-) -> None:
+def test_files_of_this_project_may_be_edited_and_others_added(wheel: Path, tmp_path: Path) -> None:
     changed = {"megatron/core/lanes.py": "print()\n", "megatron/core/mine.py": "x = 1\n"}
     check_files(unpacked(wheel, tmp_path / "edited", changed))
-    # A clone has no RECORD: nothing is compared with one.
+    # A clone has no RECORD, so there is no comparison with one.
     package = unpacked(wheel, tmp_path / "clone", {"megatron/core/lanes.py": None})
     for path in (tmp_path / "clone").glob("*.dist-info"):
         shutil.rmtree(path)
@@ -267,7 +265,7 @@ def test_the_question_costs_an_import_next_to_nothing(wheel: Path, tmp_path: Pat
 
 @pytest.mark.peer
 def test_the_real_megatron_core_is_noticed_in_either_order(wheel: Path, tmp_path: Path) -> None:
-    """As pip lays its files over ours, or ours over them."""
+    """The other project is installed over this one, or this one over it, as by pip."""
     (theirs,) = (ROOT / ".venv-peers" / "megatron-core" / "lib").glob(
         "*/site-packages/megatron/core"
     )
@@ -292,7 +290,7 @@ def test_the_real_megatron_core_is_noticed_in_either_order(wheel: Path, tmp_path
 def test_an_installation_does_the_main_job_from_an_empty_folder(
     wheel: Path, environment: Environment, tmp_path: Path
 ) -> None:
-    """In an environment of its own, which borrows this one's packages but for this project."""
+    """Runs in a separate environment with this one's packages except for this project."""
     environment.pip("install", "--no-deps", "--no-index", wheel)
     (environment.packages / "borrowed.pth").write_text(f"{sysconfig.get_path('purelib')}\n")
     job = tmp_path / "job"

@@ -42,19 +42,19 @@ def test_the_matrix_has_every_supported_python_and_the_torch_that_all_tests_run_
 
 
 @pytest.mark.parametrize("text", ["3.12", "3.12:2.11", "3:2.11.0", "3.12.1:2.11.0", ":"])
-def test_what_is_no_pair_of_versions_is_refused(text):
+def test_what_is_no_pair_of_versions_is_rejected(text):
     with pytest.raises(ValueError, match=r"Expected versions like 3\.12:2\.11\.0, got"):
         Pair.parse(text)
 
 
-def test_an_interpreter_is_found_on_the_path_by_its_own_version(machine):
+def test_an_interpreter_is_found_on_the_path_by_its_version(machine):
     (machine / f"python{HERE}").symlink_to(sys.executable)
     assert find_python(HERE) == str(machine / f"python{HERE}")
     script(machine / "python3.10", "echo 3.9")
     assert find_python("3.10") is None
 
 
-def test_a_shim_that_refuses_to_run_is_passed_over_for_the_interpreter_that_pyenv_installed(
+def test_a_shim_that_does_not_run_is_skipped_for_the_interpreter_that_pyenv_installed(
     machine,
 ):
     script(machine / f"python{HERE}", "exit 127")
@@ -71,7 +71,7 @@ def test_a_python_that_is_missing_is_named_and_fails_the_run_unless_that_is_allo
     assert matrix.main(["--allow-missing", "3.10:2.12.1"]) == 0
 
 
-def test_a_pair_that_cannot_import_torch_is_a_failure_of_its_own_and_the_next_one_is_tested(
+def test_a_pair_that_cannot_import_torch_fails_alone_and_the_next_one_is_tested(
     tmp_path, capsys, monkeypatch
 ):
     def install(pair: Pair, _: str, folder: Path) -> Path:

@@ -46,7 +46,7 @@ print("not typed")
 """
 
 
-def test_blocks_say_what_is_typed_where_and_when() -> None:
+def test_titles_of_blocks_specify_the_input_its_terminal_and_its_time() -> None:
     data, stopped, left, second = typed_blocks(PAGE)
     assert (data.line, data.commands, data.is_second) == (2, "make data", False)
     assert [printed.text for printed in data.printed] == ["749 documents"]
@@ -60,7 +60,7 @@ def test_blocks_say_what_is_typed_where_and_when() -> None:
 
 
 @pytest.mark.parametrize("fence", ['bash title="When you like"', 'text title="Elsewhere"'])
-def test_a_title_of_another_form_is_refused_with_its_line(fence: str) -> None:
+def test_a_title_of_another_form_is_rejected_with_its_line(fence: str) -> None:
     with pytest.raises(ValueError, match="in line 5"):
         typed_blocks(f"```bash\ntrue\n```\n\n```{fence}\n```\n")
 

@@ -1,7 +1,7 @@
-"""Two hosts on one machine: network namespaces with names, addresses and a link of their own.
+"""Two hosts on one machine: network namespaces with separate names, addresses and a link.
 
 A host has its own interfaces, ports, host name and shared memory; both see the same files, as on a
-shared file system. Its processes resolve `node1` and `node2` as those of a cluster would. No rights
+shared file system. Its processes resolve `node1` and `node2` as on a cluster. No rights
 are needed where the system allows user namespaces.
 """
 
@@ -53,7 +53,7 @@ class Host:
         return _output(self.command(*command))
 
     def set_link(self, *, is_up: bool) -> None:
-        """Plugs the host's cable in, or pulls it: what is sent then is lost without an answer."""
+        """Plugs the host's cable in, or pulls it: packets are then lost without a response."""
         self.run("ip", "link", "set", "eth0", "up" if is_up else "down")
 
 

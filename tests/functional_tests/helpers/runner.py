@@ -129,8 +129,8 @@ def execute(
 
 
 def read_checkpoint(root: Path) -> dict[str, torch.Tensor]:
-    """All tensors of the newest checkpoint but the random states, whole, through DCP alone; none if
-    there is none.
+    """All tensors of the newest checkpoint but the random states, whole, through DCP alone; an
+    empty dict without a checkpoint.
     """
     folders = sorted(path for path in root.glob("iter_*") if not path.suffix)
     return read_tensors(folders[-1]) if folders else {}
@@ -173,8 +173,8 @@ def assert_resumes(
     before: dict[str, Any],
     after: dict[str, Any],
 ) -> None:
-    """A run stopped at `interrupt_at` and resumed, with settings of its own before and after, ends
-    as `whole` did.
+    """A run stopped at `interrupt_at` and resumed, with other settings before and after, ends as
+    `whole` did.
     """
     if recipe.interrupt_at is None:
         raise ValueError(
@@ -213,7 +213,7 @@ def run_reshard(recipe: Recipe, folder: Path, data_prefix: Path) -> dict[int, Ru
     return {first: trained}
 
 
-# Where optimizer states live, and when they are updated: none of it may change a bit.
+# The location of optimizer states and the time of their updates must not change a bit.
 ON_DEVICE = {"optimizer-cpu-offload": False}
 ON_BOTH = {"optimizer-offload-fraction": 0.5, "overlap-cpu-optimizer-d2h-h2d": True}
 ON_HOST = {

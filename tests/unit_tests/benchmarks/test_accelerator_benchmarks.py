@@ -88,7 +88,7 @@ def test_sides_for_which_no_time_is_left_are_named() -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_without_an_accelerator_a_full_run_of_them_is_refused(
+def test_without_an_accelerator_a_full_run_of_them_is_rejected(
     name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(command, "machine", lambda: {"accelerator": None})

@@ -81,7 +81,7 @@ def test_a_declaration_is_read_without_importing_the_module(tmp_path: Path):
         DECLARED.replace('"one"', '"another"'),
     ],
 )
-def test_a_module_that_does_not_declare_itself_is_refused(tmp_path: Path, text: str):
+def test_a_module_that_does_not_declare_itself_is_rejected(tmp_path: Path, text: str):
     (tmp_path / "one.py").write_text(text)
     with pytest.raises(ValueError, match="Expected "):
         registered(tmp_path)

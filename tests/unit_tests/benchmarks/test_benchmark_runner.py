@@ -1,4 +1,4 @@
-"""benchmarks/runner: each benchmark is a process of its own, and files are whole or not there."""
+"""benchmarks/runner: each benchmark is a separate process, and files are complete or absent."""
 
 from __future__ import annotations
 
@@ -142,16 +142,16 @@ def test_a_missed_bar_is_printed_plainly_and_is_no_failure(
 
 
 def is_running(pid: int) -> bool:
-    """Whether it is there and no zombie, which waits for whoever has adopted it."""
+    """Whether the process exists and is not a zombie."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:
         return False
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a process's descendants")
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux lists a process's descendants")
 def test_an_interrupted_benchmark_cleans_up_and_its_ranks_end_with_it(tmp_path: Path):
-    # Like torchrun, it starts a process in a session of its own.
+    # Like torchrun, it starts a process in a new session.
     code = """
 import os, signal, subprocess, sys, time
 signal.signal(signal.SIGINT, signal.default_int_handler)  # what started the tests may ignore it

@@ -21,7 +21,7 @@ def test_a_ring_rounds_at_every_hop():
     assert set(mean_rounded_once(ones).tolist()) == {1.0}
 
 
-def test_the_sum_of_a_part_begins_behind_the_rank_that_gets_it():
+def test_the_sum_of_a_part_starts_behind_the_rank_that_gets_it():
     # Of three summands of which only the first two cancel, bf16 keeps the third if it comes last.
     gradients = torch.zeros(3, 3, dtype=BF16)
     gradients[:, 0] = torch.tensor([1.0, 512.0, -512.0], dtype=BF16)  # added as 1, 2, 0

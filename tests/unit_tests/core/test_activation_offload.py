@@ -159,7 +159,9 @@ def _fail(*_: object) -> None:
     raise ArithmeticError
 
 
-def test_what_finds_no_room_stays_and_one_line_says_so(caplog: pytest.LogCaptureFixture) -> None:
+def test_activations_beyond_the_limit_stay_and_are_logged_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     plain, moved = build(), build()
     whole = offloaded(build())
     offload = offloaded(moved, nbytes=100_000)
@@ -216,7 +218,7 @@ def test_layers_that_move_are_spread_evenly(size: int, share: float) -> None:
     assert moving_layers(size + 2, "auto") == [*range(size)]
 
 
-def test_models_of_two_layers_or_fewer_move_nothing() -> None:
+def test_models_of_two_layers_or_fewer_move_no_activations() -> None:
     assert [moving_layers(n, 1.0) for n in range(4)] == [[], [], [], [0]]
 
 
@@ -347,7 +349,7 @@ def test_a_tensor_that_is_written_after_it_was_saved_is_an_error() -> None:
     hidden.sum().backward()
 
 
-def test_what_was_saved_and_dropped_may_be_written() -> None:
+def test_tensors_that_were_saved_and_dropped_may_be_written() -> None:
     class Layer(nn.Module):
         def forward(self, hidden: Tensor) -> Tensor:
             own = hidden * 2
@@ -411,7 +413,7 @@ def test_small_outputs_that_are_saved_with_their_operation_keep_no_graph_alive()
     assert sum(isinstance(one, _Storage) for one in gc.get_objects()) == before
 
 
-def test_wrong_use_is_refused() -> None:
+def test_wrong_use_is_rejected() -> None:
     model = build()
     offload = offloaded(model)
     with pytest.raises(ValueError, match="not attached yet, got layer 0"):
@@ -426,7 +428,7 @@ def test_wrong_use_is_refused() -> None:
         ActivationOffload(CPU, 0)
 
 
-def test_a_copy_of_a_model_is_a_model_of_its_own() -> None:
+def test_a_copy_of_a_model_is_independent() -> None:
     model = build()
     offload = offloaded(model)
     other = copy.deepcopy(model)
@@ -469,7 +471,7 @@ def test_a_model_is_freed_with_its_offload() -> None:
         gc.enable()
 
 
-def test_timings_tell_what_moved_and_what_waited() -> None:
+def test_timings_report_moves_and_waits() -> None:
     model = build()
     offload = offloaded(model, records_timings=True)
     for seed in range(2):

@@ -71,14 +71,14 @@ def test_a_kind_that_was_made_known_is_a_device_like_any_other(pretended):
     assert pretended.current == [1]
 
 
-def test_auto_takes_what_is_there(pretended, monkeypatch):
+def test_auto_selects_an_available_device(pretended, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert kind_of() == "pretended"
     pretended.count = 0
     assert kind_of() == "cpu"
 
 
-def test_a_kind_that_nobody_knows_is_refused_with_those_that_are_known():
+def test_an_unknown_kind_is_rejected_with_the_known_ones():
     with pytest.raises(ConfigError, match="--device: expected one of auto, cpu, cuda, got 'tpu'"):
         kind_of("tpu")
     with pytest.raises(ValueError, match="Expected a device of kind cpu, cuda, got 'tpu'"):
@@ -141,7 +141,7 @@ def test_pinning_for_a_kind_that_cannot_says_so():
 @pytest.mark.parametrize(
     ("text", "node"), [("1\n", 1), ("-1\n", None), ("none\n", None), (None, None)]
 )
-def test_the_node_nearest_to_a_device_is_what_sysfs_says(
+def test_the_node_nearest_to_a_device_is_read_from_sysfs(
     pretended, tmp_path, monkeypatch, text, node
 ):
     monkeypatch.setattr(device_module, "_PCI_DEVICES", tmp_path)
@@ -225,7 +225,7 @@ def test_pytorch_finds_failures_and_ends_no_rank(caplog):
         ("NCCL_BLOCKING_WAIT", "1", True),
     ],
 )
-def test_what_the_user_has_set_stays_with_one_warning(name, value, warns, caplog):
+def test_variables_set_by_the_user_are_kept_with_one_warning(name, value, warns, caplog):
     environment = {name: value}
     leave_failures_to_watchdog(environment)
     assert environment == {**OURS, name: value}
@@ -286,7 +286,7 @@ def test_cuda_starts_with_a_queue_for_each_stream_and_segments_that_grow(startin
         {"PYTORCH_CUDA_ALLOC_CONF": "backend:cudaMallocAsync"},
     ],
 )
-def test_what_the_user_has_set_for_cuda_stays(given):
+def test_cuda_variables_set_by_the_user_are_kept(given):
     environment = dict(given)
     prepare_cuda(environment)
     expected = {**PREPARED, **given}

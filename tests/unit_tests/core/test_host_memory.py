@@ -103,7 +103,7 @@ def test_a_slab_has_the_size_that_was_asked_for_and_no_array_beyond_it():
             memory.tensor(offset, numel, dtype)
 
 
-def test_what_the_system_does_not_map_is_refused_by_name():
+def test_what_the_system_does_not_map_is_rejected_by_name():
     with pytest.raises(
         HostMemoryError, match=r"Expected 1048576\.00 TiB of host memory for moments, got: "
     ):

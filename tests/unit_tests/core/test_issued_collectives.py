@@ -20,9 +20,7 @@ from megatron.core.rank_waits import rank_wait
 
 
 class HandMoved(Device):
-    """A device whose events are done when a test says so, in the order in which they were
-    recorded.
-    """
+    """A device whose events a test completes, in the order in which they were recorded."""
 
     recorded: list[ThreadEvent]
 
@@ -53,7 +51,7 @@ def issue(collectives: IssuedCollectives, device: Device, *names: str) -> None:
             pass
 
 
-def test_a_process_that_has_issued_nothing_has_nothing_outstanding():
+def test_a_process_without_collectives_has_none_outstanding():
     assert IssuedCollectives().oldest() is None
 
 
@@ -85,7 +83,7 @@ def test_the_oldest_that_is_not_over_counts(device):
 
 
 def test_of_two_streams_the_one_with_the_older_collective_counts(device):
-    """The gather that was prefetched has begun; the reduction before it waits for this rank's own
+    """The gather that was prefetched has started; the reduction before it waits for this rank's own
     computation.
     """
     reducing, gathering = device, HandMoved()
@@ -128,7 +126,7 @@ def test_a_device_that_comes_on_has_nothing_outstanding(device):
 
 
 def test_a_host_that_is_held_up_in_issuing_a_collective_waits_in_it(device):
-    """In the first one of a group, say, in which the ranks connect."""
+    """For example in the first one of a group, in which the ranks connect."""
     collectives, may_go = IssuedCollectives(), threading.Event()
 
     def issue_slowly() -> None:
@@ -155,8 +153,8 @@ def test_a_collective_that_could_not_be_issued_is_not_outstanding(device):
     assert collectives.oldest() is None
 
 
-def test_a_device_that_has_failed_waits_for_nobody(device):
-    """Every use of it raises, and the main thread says so itself."""
+def test_a_failed_device_waits_for_no_rank(device):
+    """Every use of it raises, and the main thread raises the error itself."""
     collectives = IssuedCollectives()
     issue(collectives, device, "gather")
     device.move(2, RuntimeError("device-side assert triggered"))
@@ -205,9 +203,7 @@ def test_collectives_of_a_device_leave_one(device, monkeypatch):
 
 
 def _collectives_that_leave_no_record(tree: ast.AST) -> list[str]:
-    """Calls of collectives, but for those of messages between two ranks, which the CPU alone
-    has.
-    """
+    """Calls of collectives, without messages between two ranks, which only the CPU has."""
     recorded: set[int] = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.With) and any(

@@ -36,7 +36,7 @@ def test_what_json_writes_is_read_as_it_is():
         (b"\xff\xfe\x00", "codec can't decode|Expecting"),
     ],
 )
-def test_what_is_not_strict_json_is_refused_with_a_short_reason(content: bytes, reason: str):
+def test_what_is_not_strict_json_is_rejected_with_a_short_reason(content: bytes, reason: str):
     with pytest.raises(ValueError, match=reason) as caught:
         parse_json(content)
     assert len(str(caught.value)) < 200

@@ -40,7 +40,7 @@ def test_the_least_quota_on_the_way_to_the_root_counts(tmp_path: Path) -> None:
     assert groups.quota == 2.5
 
 
-def test_a_container_sees_its_own_group_as_the_root(tmp_path: Path) -> None:
+def test_a_container_sees_its_group_as_the_root(tmp_path: Path) -> None:
     groups = Groups(tmp_path, "0::/../../outside\n")
     groups.write("cpu.max", "400000 100000\n")
     assert groups.quota == 4.0
@@ -57,7 +57,7 @@ def test_version_1_has_two_files_and_no_limit_is_minus_one(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("content", ["", "max", "a b", "1 2 3", "100000 0", "-5 100000"])
-def test_what_is_no_quota_limits_nothing(tmp_path: Path, content: str) -> None:
+def test_an_invalid_quota_sets_no_limit(tmp_path: Path, content: str) -> None:
     groups = Groups(tmp_path, "0::/\nnonsense\n::\n")
     groups.write("cpu.max", content)
     assert groups.quota is None

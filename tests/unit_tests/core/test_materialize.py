@@ -126,7 +126,7 @@ def test_a_parameter_that_reset_parameters_forgets_is_named() -> None:
         materialize(model, "cpu", SEED)
 
 
-def test_buffers_on_meta_are_refused_and_real_ones_keep_their_values() -> None:
+def test_buffers_on_meta_are_rejected_and_real_ones_keep_their_values() -> None:
     with pytest.raises(RuntimeError, match=r"got \['inner.table'\] on meta"):
         materialize(nn.ModuleDict({"inner": _Buffered()}).to("meta"), "cpu", SEED)
     model = _Buffered()

@@ -95,7 +95,7 @@ def test_a_second_group_is_made_only_where_its_ranks_would_name_it_alike() -> No
 @pytest.mark.parametrize(
     ("expert_size", "num_instances", "got"), [(3, 1, "3 in 1 instance"), (4, 2, "4 in 2 instances")]
 )
-def test_groups_that_do_not_divide_the_ranks_are_refused(expert_size, num_instances, got):
+def test_groups_that_do_not_divide_the_ranks_are_rejected(expert_size, num_instances, got):
     expected = rf"divides 4 ranks, got {got}\.$"
     with pytest.raises(ValueError, match=expected):
         build_expert_mesh("cpu", 4, expert_size, num_instances)

@@ -36,7 +36,7 @@ def test_lists_of_cores_are_read_as_linux_writes_them(cpus):
 
 
 @pytest.mark.parametrize("text", ["a", "1-", "-1", "1-2-3", "0x1"])
-def test_other_lists_are_refused(text):
+def test_other_lists_are_rejected(text):
     with pytest.raises(ValueError):
         parse_cpus(text)
 

@@ -125,7 +125,7 @@ def test_text_and_yaml_values_become_the_fields_type(name, given, converted):
         ("sizes", "127,,0"),
     ],
 )
-def test_text_that_is_not_of_the_fields_type_is_refused(name, given):
+def test_text_that_is_not_of_the_fields_type_is_rejected(name, given):
     with pytest.raises(ConfigError, match=FIELDS[name].flag):
         FIELDS[name].convert(given)
 
@@ -150,7 +150,7 @@ BOMBS = {
 
 @pytest.mark.parametrize("kind", list(BOMBS))
 @pytest.mark.parametrize("name", list(FIELDS))
-def test_a_value_without_measure_is_refused_in_a_line_that_ends(name, kind):
+def test_a_value_without_measure_is_rejected_in_a_line_that_ends(name, kind):
     if name in ("paths", "pattern") and kind == "a long text":
         return  # which is a path, or for the option's owner to read
     with pytest.raises(ConfigError) as error:

@@ -48,14 +48,14 @@ def test_names_may_have_commas_or_spaces_between_them() -> None:
 
 
 @pytest.mark.parametrize("given", ["a", "=1", "a=", "a=x", "a=-1", "a=nan", "a=inf"])
-def test_factors_that_are_none_are_refused(given: str) -> None:
+def test_factors_that_are_none_are_rejected(given: str) -> None:
     with pytest.raises(ConfigError, match="--lr-multipliers: expected NAME=FACTOR"):
         OptimizerConfig(lr_multipliers=(given,))
     with pytest.raises(ConfigError, match="expected one factor of a, got two"):
         OptimizerConfig(lr_multipliers=("a=1", "a=2"))
 
 
-def test_parts_that_the_model_lacks_are_refused_and_so_is_freezing_all() -> None:
+def test_parts_that_the_model_lacks_are_rejected_and_so_is_freezing_all() -> None:
     with pytest.raises(ConfigError, match=r"--freeze: expected parts of the model \(eyes, mouth\)"):
         freeze(Model(), ["ear"], "--freeze")
     with pytest.raises(ConfigError, match="beginnings of parameters' names"):

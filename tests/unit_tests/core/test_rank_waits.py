@@ -1,4 +1,4 @@
-"""Who waits for other ranks: what the code states, and what only torch's own frames tell."""
+"""Which code waits for other ranks: its declarations, and waits visible only in torch's frames."""
 
 from __future__ import annotations
 
@@ -159,7 +159,7 @@ def _norm(mesh: DeviceMesh) -> None:
 
 
 def _ways_to_wait(mesh: DeviceMesh) -> dict[str, tuple[str, Callable[[], object]]]:
-    """(the beginning of what it says, a call) of each function in which a rank waits for others."""
+    """(the start of its description, a call) of each function in which a rank waits for others."""
     group, loss = mesh.get_group(), torch.ones((), dtype=torch.float64)
     told = Told(nn.Linear(2, 2), torch.device("cpu"))
     own, whole = torch.ones(2), torch.ones(4)
@@ -212,7 +212,7 @@ def _ways_to_wait(mesh: DeviceMesh) -> dict[str, tuple[str, Callable[[], object]
 
 
 def _ways_that_show() -> list[str]:
-    """Rank 0 goes each way alone, and rank 1 follows once rank 0 says that it waits there."""
+    """Rank 0 makes each call alone, and rank 1 follows once rank 0 reports that it waits there."""
     mesh, store, seen = build_mesh("cpu", 2), _get_default_store(), []
     main = threading.get_ident()
 

@@ -97,7 +97,7 @@ def test_slices_are_there_once_all_of_it_is_over_and_asking_does_not_wait():
     lane.close()
 
 
-def test_work_that_begins_between_two_recorded_iterations_is_recorded(
+def test_work_that_starts_between_two_recorded_iterations_is_recorded(
     monkeypatch: pytest.MonkeyPatch,
 ):
     timeline = Timeline(CPU)
@@ -159,7 +159,7 @@ def test_without_lanes_work_is_a_wait_of_the_computation():
     assert (work.begin, work.end) == (wait.begin, wait.end)
 
 
-def test_the_spans_that_are_added_up_are_those_of_the_timeline():
+def test_the_spans_that_are_added_up_match_the_timeline():
     clock = Clock()
     recorder, timeline = TimingRecorder(CPU, has_lanes=True, clock=clock), Timeline(CPU, clock)
     recorder.record_to(timeline, "activations ")

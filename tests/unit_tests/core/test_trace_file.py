@@ -73,7 +73,7 @@ def test_what_is_written_is_what_is_read():
     cuts=st.lists(st.integers(0, 10**6), min_size=2, max_size=8, unique=True).map(sorted),
     shifts=st.lists(st.integers(-1500, 1500), min_size=16, max_size=16),
 )
-def test_what_touches_is_nested_whatever_the_clocks_round(cuts: list[int], shifts: list[int]):
+def test_what_touches_is_nested_regardless_of_the_clocks_round(cuts: list[int], shifts: list[int]):
     # Phases end to end, each with a wait that fills it, in microseconds with an error of 1.5.
     times = [1000 * cut for cut in cuts]
     parts = [(a, b) for a, b in pairwise(times) if b - a > 20_000]
@@ -124,6 +124,6 @@ def test_merged_ranks_count_from_one_moment():
         (trace_of(zero=1e300).to_json(), "counts from 1e.300 unix seconds"),
     ],
 )
-def test_anything_else_is_refused(content: bytes, reason: str):
+def test_anything_else_is_rejected(content: bytes, reason: str):
     with pytest.raises(ValueError, match=reason):
         Trace.from_json(content)

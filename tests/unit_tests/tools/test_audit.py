@@ -71,7 +71,7 @@ def flip(path: Path, *bits: int) -> None:
     path.write_bytes(content)
 
 
-def test_what_was_written_has_no_problems_and_all_of_it_is_gone_through(pristine):
+def test_a_written_checkpoint_has_no_problems_and_is_read_completely(pristine):
     steps: list[int] = []
     audit = Audit(open_store(pristine), NAME, steps.append)
     audit.run()

@@ -29,7 +29,7 @@ def _own_arguments(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     signal.signal(signal.SIGINT, handler)
 
 
-def test_no_command_and_an_unknown_one_are_answered_with_those_there_are(capsys):
+def test_no_command_and_an_unknown_one_list_the_existing_ones(capsys):
     assert main(["--help"]) == 0
     usage = capsys.readouterr().out
     assert re.findall(r"^  ([\w-]+) ", usage, re.MULTILINE) == list(COMMANDS)
@@ -52,7 +52,7 @@ def test_every_command_has_its_help_under_its_name(command, capsys):
 
 
 @pytest.mark.parametrize("command", sorted(set(COMMANDS) - {"launch"}))
-def test_every_flag_of_a_command_says_what_it_takes_and_does(command, capsys):
+def test_every_flag_of_a_command_documents_its_value_and_effect(command, capsys):
     with pytest.raises(SystemExit):
         main([command, "--help"])
     text = capsys.readouterr().out

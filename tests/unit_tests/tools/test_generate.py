@@ -182,7 +182,7 @@ def test_weights_without_a_run_write_the_same_text_with_a_config_file(tmp_path, 
     assert "Expected a directory of checkpoints with --ckpt-step" in capsys.readouterr().err
 
 
-def test_greedy_tokens_are_those_of_transformers_with_a_prefix(tmp_path, capsys):
+def test_greedy_tokens_match_transformers_with_a_prefix(tmp_path, capsys):
     transformers = pytest.importorskip("transformers")
     folder = save_model(tmp_path / "model", "gemma3_text")
     begin_texts(folder)
@@ -216,7 +216,7 @@ def test_greedy_tokens_are_those_of_transformers_with_a_prefix(tmp_path, capsys)
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3_next"])
-def test_the_likeliest_tokens_are_those_of_transformers(tmp_path, capsys, family):
+def test_the_likeliest_tokens_match_transformers(tmp_path, capsys, family):
     """In fp32."""
     transformers = pytest.importorskip("transformers")
     folder = save_model(tmp_path / "model", family, dtype=torch.bfloat16)

@@ -89,7 +89,7 @@ def test_a_stage_that_hangs_is_ended_with_its_children(tmp_path, monkeypatch):
     assert not is_running(int(pid.read_text()))
 
 
-def test_a_check_goes_on_after_a_failure_and_writes_one_result_file_and_one_table(tmp_path):
+def test_a_check_continues_after_a_failure_and_writes_one_result_file_and_one_table(tmp_path):
     stages = [stage(ENDS["raises"]), stage(ENDS["passes"])]
     assert not check(stages, tmp_path / "out", HERE)
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
@@ -114,7 +114,7 @@ def test_tests_that_fail_or_break_are_named_with_their_messages(tmp_path):
 
 
 @pytest.mark.parametrize("cases", [(), (SKIPPED,)])
-def test_a_suite_of_which_nothing_ran_is_not_good(tmp_path, cases):
+def test_a_suite_without_a_run_test_fails(tmp_path, cases):
     assert not read_tests(junit(tmp_path, *cases)).is_good
 
 
@@ -167,7 +167,7 @@ def test_a_machine_without_a_gpu_is_one_line(tmp_path, capsys, monkeypatch, prob
     assert lacks in line
 
 
-def test_stages_are_chosen_by_name_and_unknown_names_are_refused(monkeypatch, capsys):
+def test_stages_are_chosen_by_name_and_unknown_names_are_rejected(monkeypatch, capsys):
     ran: list[str] = []
 
     def remember(stages: list[Stage], *_: object) -> bool:
@@ -185,7 +185,7 @@ def test_stages_are_chosen_by_name_and_unknown_names_are_refused(monkeypatch, ca
     assert "nonsense" in capsys.readouterr().err
 
 
-def test_what_a_machine_lacks_is_one_line(tmp_path, capsys, monkeypatch):
+def test_a_missing_requirement_of_the_machine_is_one_line(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(gpu_check, "_TEST_PACKAGES", ("pytest", "no_such_package"))
     assert main(["--out", str(tmp_path)]) == 2
     (line,) = capsys.readouterr().err.splitlines()

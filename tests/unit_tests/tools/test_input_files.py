@@ -54,7 +54,7 @@ def in_two_parts(content: bytes) -> bytes:
         ("marked.ndjson.gz", lambda content: gzip.compress(b"\xef\xbb\xbf" + content)),
     ],
 )
-def test_json_lines_are_read_whatever_the_suffix_and_the_compression(tmp_path, name, packed):
+def test_json_lines_are_read_regardless_of_the_suffix_and_the_compression(tmp_path, name, packed):
     (tmp_path / name).write_bytes(packed(LINES))
     preprocess("--input", tmp_path / name, "--output-prefix", tmp_path / "out")
     assert texts(tmp_path / "out") == ["one", "two", "three"]
@@ -77,7 +77,7 @@ def test_text_is_one_document_also_if_it_is_compressed(tmp_path, name, content):
     assert texts(tmp_path / "out") == [content, content]
 
 
-def test_a_file_without_a_suffix_that_may_be_either_is_refused(tmp_path, capsys):
+def test_a_file_without_a_suffix_that_may_be_either_is_rejected(tmp_path, capsys):
     (tmp_path / "part-1").write_text('{"text": "cut off\n{"text": "whole"}\n')
     preprocess("--input", tmp_path / "part-1", "--output-prefix", tmp_path / "out", code=1)
     assert str(tmp_path / "part-1") in capsys.readouterr().err
@@ -229,7 +229,7 @@ def test_bad_lines_of_text_are_skipped_and_counted_where_that_is_wanted(tmp_path
 
 
 @pytest.mark.parametrize("trains", [False, True])
-def test_more_than_a_tenth_of_bad_lines_is_an_error_that_leaves_nothing(tmp_path, capsys, trains):
+def test_more_than_a_tenth_of_bad_lines_is_an_error_without_output_files(tmp_path, capsys, trains):
     flags = ["--skip-bad-samples", "--output-prefix", tmp_path / "out"]
     tokenizer: list[object] = ["--tokenizer-type", "ByteTokenizer"]
     if trains:

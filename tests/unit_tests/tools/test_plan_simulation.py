@@ -17,13 +17,13 @@ def times(*tasks: Task, **rates: float) -> list[tuple[float, float]]:
     return [(span.begin, span.end) for span in simulate(tasks, rates)]
 
 
-def test_a_lane_works_in_order_and_lanes_beside_each_other():
+def test_a_lane_works_in_order_and_lanes_run_concurrently():
     tasks = Task("a", "", 2.0), Task("b", "", 3.0), Task("a", "", 1.0, (1,)), Task("a", "", 1.0)
     assert times(*tasks) == [(0.0, 2.0), (0.0, 3.0), (3.0, 4.0), (4.0, 5.0)]
 
 
 def test_tasks_that_ask_for_too_much_are_equally_slow_until_one_ends():
-    # They ask for 12 of 8 a second: the first ends after 3 s, when the other has half of its work.
+    # They request 12 of 8 a second: the first ends after 3 s, when the other has half of its work.
     first, other = Task("a", "", 2.0, (), {"m": 16.0}), Task("b", "", 4.0, (), {"m": 16.0})
     assert times(first, other, m=8.0) == [(0.0, 3.0), (0.0, 5.0)]
     assert times(first, other, m=12.0) == times(first, other) == [(0.0, 2.0), (0.0, 4.0)]
@@ -31,8 +31,8 @@ def test_tasks_that_ask_for_too_much_are_equally_slow_until_one_ends():
     assert times(alone, Task("b", "", 7.0), m=8.0) == [(0.0, 4.0), (0.0, 7.0)]
 
 
-def test_what_a_scarce_resource_holds_up_leaves_others_more_of_the_rest():
-    # Memory slows the first to a half; the second then has the rest of the link, all that it asks.
+def test_tasks_slowed_by_one_resource_leave_others_more_of_the_rest():
+    # Memory slows the first to a half; the second then has all of the link that it requests.
     both = Task("a", "", 1.0, (), {"memory": 10.0, "link": 2.0})
     link = Task("b", "", 1.0, (), {"link": 2.0})
     assert times(both, link, **RATES) == [(0.0, 2.0), (0.0, 1.0)]
@@ -43,7 +43,7 @@ def test_idle_time_belongs_to_the_work_along_the_chain_of_causes():
         Task("compute", "own", 1.0),
         Task("host", "host", 3.0, (0,)),
         Task("up", "link", 1.0, (1,)),
-        Task("compute", "own", 2.0),  # beside the first three seconds
+        Task("compute", "own", 2.0),  # during the first three seconds
         Task("compute", "own", 1.0, (2,)),
     ]
     spans = simulate(tasks, {})
@@ -72,18 +72,18 @@ def graphs(draw: st.DrawFn, shared: Sequence[str] = (*RATES,)) -> list[Task]:
 
 
 def before(tasks: Sequence[Task], index: int) -> list[int]:
-    """The tasks that must end before one begins."""
+    """The tasks that must end before one starts."""
     same = [i for i in range(index) if tasks[i].lane == tasks[index].lane]
     return [*tasks[index].after, *same[-1:]]
 
 
 @settings(max_examples=50, deadline=None)
 @given(graphs())
-def test_nothing_begins_too_early_or_takes_less_than_its_time(tasks):
+def test_no_task_starts_too_early_or_takes_less_than_its_time(tasks):
     spans = simulate(tasks, RATES)
     for index, (task, span) in enumerate(zip(tasks, spans, strict=True)):
         ends = [spans[other].end for other in before(tasks, index)]
-        assert span.begin == max(ends, default=0.0), "and nothing waits without a cause"
+        assert span.begin == max(ends, default=0.0), "and no task waits without a cause"
         assert span.cause is None or spans[span.cause].end == span.begin
         assert span.end - span.begin >= task.seconds * (1 - 1e-6)
 

@@ -170,6 +170,6 @@ def test_another_template_may_be_given(folder):
         (["--workers", "0"], "--workers: expected an integer >= 1, got 0"),
     ],
 )
-def test_settings_that_do_not_fit_are_refused(folder, capsys, flags, told):
+def test_settings_that_do_not_fit_are_rejected(folder, capsys, flags, told):
     assert preprocess(folder, [talk(0)], *flags) == 1
     assert told in capsys.readouterr().err

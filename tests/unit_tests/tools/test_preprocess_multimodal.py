@@ -52,7 +52,7 @@ def preprocess(folder: Path, lines: list[str], *flags: object, name: str = "out"
     )
 
 
-def test_samples_keep_their_order_whatever_the_number_of_workers(folder, capsys):
+def test_samples_keep_their_order_regardless_of_the_number_of_workers(folder, capsys):
     lines = [line(f"{number % 3}.png", f"Picture {number}.") for number in range(50)]
     lines.insert(7, "")
     lines.insert(9, line(None))
@@ -130,7 +130,7 @@ def test_pictures_are_read_from_paths_and_uris(folder):
         ("data:image/png;base64,AAAA", "data:: expected a picture"),
     ],
 )
-def test_uris_that_name_no_picture_are_refused(folder, capsys, picture, told):
+def test_uris_that_name_no_picture_are_rejected(folder, capsys, picture, told):
     assert preprocess(folder, [line(picture)]) == 1
     assert told in capsys.readouterr().err
 

@@ -60,7 +60,7 @@ def test_an_evaluation_beyond_where_the_run_has_resumed_is_forgotten(path):
     assert read(path, VALIDATION) == {1: 9.5, 2: 7.0}
 
 
-def test_evaluations_and_lane_times_have_tables_of_their_own(path):
+def test_evaluations_and_lane_times_have_separate_tables(path):
     records = [
         {"kind": "eval", "iteration": 4, "split": "validation", "loss": 2.5},
         {"kind": "eval", "iteration": 4, "split": ["odd"], "loss": 3.5},

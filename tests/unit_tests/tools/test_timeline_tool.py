@@ -87,7 +87,7 @@ def test_shares_are_printed(recording, capsys):
     assert table["other ranks"] == ["10.0"]
 
 
-def test_json_says_the_same(recording, capsys):
+def test_json_has_the_same_values(recording, capsys):
     found = json.loads(shown(capsys, recording, "--json", "--rank", 1, "--iteration", 20))
     assert (found["rank"], found["iteration"], found["recorded_iterations"]) == (1, 20, [20, 21])
     assert found["computing_seconds"] == pytest.approx(0.06)

@@ -81,7 +81,7 @@ def test_what_an_option_needs_is_an_option():
         assert {name for name in needed if name is not None} <= options.keys()
 
 
-def test_a_global_batch_that_does_not_divide_is_refused_with_the_numbers():
+def test_a_global_batch_that_does_not_divide_is_rejected_with_the_numbers():
     assert refusal("--global-batch-size", "7", world_size=2) == (
         "--global-batch-size: expected a multiple of 2, micro-batch-size 1 x 2 ranks, got 7."
     )
@@ -150,7 +150,7 @@ def test_flags_that_cannot_be_combined_are_rejected_by_name(flags, named):
     assert refusal(*shlex.split(flags)).startswith(f"{named}: expected ")
 
 
-def test_the_unsharded_engine_is_refused_on_several_ranks():
+def test_the_unsharded_engine_is_rejected_on_several_ranks():
     assert (
         refusal("--no-use-megatron-fsdp", world_size=2)
         == "--no-use-megatron-fsdp: expected one process, got 2."
@@ -221,7 +221,7 @@ def test_the_values_of_a_configuration_give_its_sections_back_through_json_and_y
         assert section_from_values(type(section), values) == section
 
 
-def test_values_that_are_missing_or_wrong_are_refused_by_name():
+def test_values_that_are_missing_or_wrong_are_rejected_by_name():
     values = parse_config(MINIMAL, 1).values()
     with pytest.raises(ConfigError, match="--hidden-size: expected an integer >= 1, got 'wide'"):
         section_from_values(TransformerConfig, {**values, "hidden_size": "wide"})

@@ -100,7 +100,7 @@ def _compare(case: Case) -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_losses_norms_and_loads_are_those_of_whole_sequences(name: str) -> None:
+def test_losses_norms_and_loads_match_whole_sequences(name: str) -> None:
     run_ranks(4, _compare, CASES[name])
 
 
@@ -165,7 +165,7 @@ def _compiled() -> None:
 
 
 @pytest.mark.wide
-def test_layers_are_compiled_around_what_ranks_exchange() -> None:
+def test_layers_are_compiled_around_the_exchanges_of_ranks() -> None:
     run_ranks(2, _compiled)
 
 
@@ -221,5 +221,5 @@ def _uneven() -> None:
         engine.model(tokens, tokens)
 
 
-def test_sequences_that_ranks_cannot_divide_are_refused() -> None:
+def test_sequences_that_ranks_cannot_divide_are_rejected() -> None:
     run_ranks(4, _uneven)

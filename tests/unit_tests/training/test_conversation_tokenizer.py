@@ -46,7 +46,7 @@ TALK = Conversation(
 
 
 @pytest.mark.parametrize("is_written", [False, True])
-def test_a_conversation_begins_as_its_template_says_whatever_the_tokenizer_puts_before_texts(
+def test_a_conversation_starts_with_the_prefix_of_its_template_only(
     tmp_path: Path, is_written: bool
 ) -> None:
     folder = make_tokenizer(tmp_path, [*SPECIAL, "<s>"])
@@ -97,7 +97,7 @@ TEXT = (
 )
 
 
-def test_the_text_is_that_of_the_chat_template_and_answers_are_what_the_assistant_says(
+def test_the_text_matches_the_chat_template_and_the_mask_has_the_assistants_messages(
     tokenizer: PictureTokenizer,
 ) -> None:
     found = tokenizer.render_pictures(TALK, [2, 1])
@@ -106,7 +106,7 @@ def test_the_text_is_that_of_the_chat_template_and_answers_are_what_the_assistan
     assert answers_of(tokenizer, found) == ["A cat.<|im_end|>", "Two.\n<|im_end|>"]
 
 
-def test_a_prompt_ends_where_the_assistant_is_to_answer(tokenizer: PictureTokenizer) -> None:
+def test_a_prompt_ends_with_the_generation_prompt(tokenizer: PictureTokenizer) -> None:
     asked = Conversation(TALK.messages[:2])
     prompt = tokenizer.prompt(asked, [2]).tolist()
     whole = tokenizer.render_pictures(Conversation(TALK.messages[:3]), [2])
@@ -114,21 +114,21 @@ def test_a_prompt_ends_where_the_assistant_is_to_answer(tokenizer: PictureTokeni
     assert prompt == whole.tokens[:begin].tolist()
 
 
-def test_text_beyond_ascii_keeps_its_answers(tokenizer: PictureTokenizer) -> None:
+def test_text_beyond_ascii_keeps_its_loss_mask(tokenizer: PictureTokenizer) -> None:
     talk = Conversation((user("größe 中文"), assistant("é🙂")))
     found = tokenizer.render(talk)
     answer = found.tokens[found.is_answer].tolist()
     assert tokenizer._backend.decode(answer, skip_special_tokens=False) == "é🙂<|im_end|>"
 
 
-def test_a_text_that_spells_out_images_is_refused(tokenizer: PictureTokenizer) -> None:
+def test_a_text_that_spells_out_images_is_rejected(tokenizer: PictureTokenizer) -> None:
     parts = [PICTURE, {"type": "text", "text": "an <|image_pad|>"}]
     talk = Conversation((user(parts), assistant("a")))
     with pytest.raises(ConversationError, match=r"for each image \(1\), got 2: the text"):
         tokenizer.render_pictures(talk, [2])
 
 
-def test_tokenizers_without_the_tokens_of_the_template_are_refused(tmp_path: Path) -> None:
+def test_tokenizers_without_the_tokens_of_the_template_are_rejected(tmp_path: Path) -> None:
     folder = make_tokenizer(tmp_path, SPECIAL[:3])
     with pytest.raises(ConfigError, match=r"without <\|vision_start\|>, <\|vision_end\|>, <\|im"):
         PictureTokenizer(HuggingFaceTokenizer(folder))
@@ -171,7 +171,7 @@ def test_conversations_about_pictures_follow_the_template_of_the_folder(tmp_path
     assert found.is_answer[len(asked) :].sum() == len(answers[1].replace("<|im_end|>", "e"))
 
 
-def test_turns_that_are_not_to_be_learned_are_no_answers(tokenizer: PictureTokenizer) -> None:
+def test_turns_excluded_from_training_are_masked(tokenizer: PictureTokenizer) -> None:
     first = assistant("A cat.", weight=0)
     messages = (*TALK.messages[:2], first, *TALK.messages[3:])
     found = tokenizer.render_pictures(Conversation(messages), [2, 1])
@@ -183,7 +183,7 @@ def test_turns_that_are_not_to_be_learned_are_no_answers(tokenizer: PictureToken
         tokenizer.render(nothing)
 
 
-def test_a_token_that_begins_with_the_blank_before_an_answer_is_learned() -> None:
+def test_a_token_that_starts_with_the_blank_before_a_message_is_in_the_loss() -> None:
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     words = ["Ġ", "Y", "e", "s", "ĠY", "ĠYe", "ĠYes"]
     vocabulary = {token: number for number, token in enumerate(dict.fromkeys(alphabet + words))}

@@ -110,13 +110,13 @@ def user(content: object) -> dict[str, Any]:
         ({**user("a"), "images": [1]}, "images as paths"),
     ],
 )
-def test_records_that_are_no_conversation_are_refused(record: object, told: str) -> None:
+def test_records_that_are_no_conversation_are_rejected(record: object, told: str) -> None:
     with pytest.raises(ConversationError, match=told):
         parse_picture_conversation(record)
 
 
 @pytest.mark.parametrize("key", ["messages", "conversations"])
-def test_a_system_prompt_beside_the_turns_is_the_first_turn(key: str) -> None:
+def test_a_system_prompt_outside_the_turns_is_the_first_turn(key: str) -> None:
     first = {"role": "system", "content": "Be brief."}
     question = {"role": "user", "content": "What?"}
     turns = {

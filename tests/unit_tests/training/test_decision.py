@@ -64,7 +64,7 @@ def decided(
         (4, STRICT, {"save_failed": 2.0}, Decision(False, Save.LAST, NOT_SAVED)),
     ],
 )  # fmt: skip
-def test_in_the_middle_of_a_run_what_is_due_is_done(iteration, flags, votes, expected):
+def test_due_actions_are_taken_in_the_middle_of_a_run(iteration, flags, votes, expected):
     assert decided(iteration, flags, **votes) == expected
 
 
@@ -84,7 +84,7 @@ def test_in_the_middle_of_a_run_what_is_due_is_done(iteration, flags, votes, exp
         (SKIP, {"saving": 1.0}, OUT_OF_TIME, Decision(False, Save.LAST, OUT_OF_TIME)),
     ],
 )  # fmt: skip
-def test_a_reason_to_stop_saves_the_state_and_evaluates_nothing(flags, votes, stop, expected):
+def test_a_reason_to_stop_saves_the_state_without_an_evaluation(flags, votes, stop, expected):
     assert decided(4, flags, stop=stop, **votes) == expected
 
 

@@ -1,5 +1,5 @@
-"""`--deterministic-mode`: every kind of model trains under it, and none of its operations is one
-that PyTorch refuses on a GPU.
+"""`--deterministic-mode`: every kind of model trains under it, without operations that PyTorch
+rejects on a GPU.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "images": {},
 }
 
-# Operations that PyTorch refuses on a GPU; running sums and such only of floats.
+# Operations that PyTorch rejects on a GPU; cumulative sums and the like only of floats.
 REFUSED = {
     *("bincount", "histc", "kthvalue", "median", "put", "put_", "resize_"),
     *("_ctc_loss_backward", "nll_loss2d_forward", "nll_loss2d_backward", "_embedding_bag_backward"),
@@ -73,7 +73,7 @@ REFUSED_OF_FLOATS = {"cumsum", "cumsum_", "cumprod", "logcumsumexp", "scatter_re
 
 
 class Refused(TorchDispatchMode):
-    """Collects the names of operations that PyTorch would refuse on a GPU."""
+    """Collects the names of operations that PyTorch would reject on a GPU."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -133,7 +133,7 @@ def _both_ways(family: str) -> tuple[list[float], list[float], set[str]]:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_model_trains_without_operations_that_are_refused_and_to_the_cpus_bits(family):
+def test_a_model_trains_without_operations_that_are_rejected_and_to_the_cpus_bits(family):
     as_usual, losses, refused = run_ranks(1, _both_ways, family)[0]
     assert losses == as_usual
     # On the CPU the delta rule keeps its running sums; see below.
@@ -169,7 +169,7 @@ class Away(torch.Tensor):
     device = SimpleNamespace(type="away")  # type: ignore[assignment]
 
 
-def test_its_running_sums_by_a_product_are_those_of_the_cpu():
+def test_its_running_sums_by_a_product_match_the_cpu():
     x = torch.randn(3, 2, 64, 1, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
     with Device("cpu").deterministic():
         found = delta_rule_segment._running_sums(x.as_subclass(Away))

@@ -16,7 +16,7 @@ from megatron.training.step import StepResult
 LOAD = torch.tensor([[4, 4, 4, 4], [16, 0, 0, 0], [6, 2, 6, 2]])
 
 
-def test_a_model_without_experts_has_nothing_to_report():
+def test_a_model_without_experts_reports_no_loads():
     assert load_record(None, with_experts=True) == {}
 
 

@@ -59,7 +59,7 @@ def _check(expert_size: int, num_microbatches: int, **settings: Any) -> None:
     ("expert_size", "strategy", "num_microbatches"),
     [(2, "optim_grads_params", 3), (4, "no_shard", 1)],
 )
-def test_losses_equal_those_of_one_rank(expert_size, strategy, num_microbatches):
+def test_losses_match_one_rank(expert_size, strategy, num_microbatches):
     _check(expert_size, num_microbatches, strategy=strategy)
 
 
@@ -67,9 +67,7 @@ def test_losses_equal_those_of_one_rank(expert_size, strategy, num_microbatches)
 @pytest.mark.parametrize("num_microbatches", [1, 3])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("expert_size", [1, 2, 4])
-def test_losses_equal_those_of_one_rank_however_weights_are_sharded(
-    expert_size, strategy, num_microbatches
-):
+def test_losses_match_one_rank_however_weights_are_sharded(expert_size, strategy, num_microbatches):
     _check(expert_size, num_microbatches, strategy=strategy)
 
 
@@ -83,9 +81,7 @@ INSTANCES = [*product([2], ["no_shard", "optim"], [1, 3])]
         for case in INSTANCES
     ],
 )
-def test_losses_of_several_instances_equal_those_of_one_rank(
-    num_instances, outer, num_microbatches
-):
+def test_losses_of_several_instances_match_one_rank(num_instances, outer, num_microbatches):
     parallel = {
         "num_distributed_optimizer_instances": num_instances,
         "outer_dp_sharding_strategy": outer,
@@ -93,16 +89,16 @@ def test_losses_of_several_instances_equal_those_of_one_rank(
     _check(2, num_microbatches, **parallel)
 
 
-def test_losses_under_fsdp2_which_keeps_experts_in_their_layers_equal_those_of_one_rank():
+def test_losses_under_fsdp2_which_keeps_experts_in_their_layers_match_one_rank():
     _check(1, 3, use_torch_fsdp2=True)
 
 
-def test_losses_with_recomputation_equal_those_of_one_rank():
+def test_losses_with_recomputation_match_one_rank():
     _check(2, 3, model=RECOMPUTED)
 
 
 @on_ranks(4)
-def test_experts_are_units_of_their_own_and_rest_between_forward_and_backward() -> None:
+def test_experts_are_separate_units_and_resharded_between_forward_and_backward() -> None:
     engine = mixture_engine(2)
     experts = {n: m for n, m in engine.model.named_modules() if isinstance(m, Experts)}
     assert [*experts] == [f"decoder.layers.{n}.mlp.experts" for n in (1, 2)]
@@ -176,6 +172,6 @@ def _asked_and_held(expert_size: int, strategy: str) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize(("expert_size", "strategy"), [(2, "no_shard"), (1, "no_shard")])
-def test_host_memory_is_asked_for_a_ranks_own_experts(expert_size, strategy):
+def test_the_preflight_counts_host_memory_of_a_ranks_experts_only(expert_size, strategy):
     for asked, held in run_ranks(2, _asked_and_held, expert_size, strategy):
         assert asked == held

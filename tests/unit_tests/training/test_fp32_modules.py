@@ -1,4 +1,4 @@
-"""Engines train models of which some parameters stay fp32, wherever these and their states lie."""
+"""Engines train models with some fp32 parameters, with states on the device or in host memory."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def make(
     dtype: str = "bf16",
     model: type[nn.Module] = Model,
 ) -> ModuleEngine:
-    """An engine with a model that begins on meta."""
+    """An engine with a model that is initialized on meta."""
     schedule = LRScheduleConfig(lr=LR, lr_decay_style="constant")
     config = EngineConfig(optimizer, schedule, parallel, 99, dtype, SEED)
     engine = build_engine(config, Device("cpu"), build_mesh("cpu", dist.get_world_size()))
@@ -84,7 +84,7 @@ def make(
 
 
 class Run(NamedTuple):
-    """What a training came to."""
+    """The results of a training run."""
 
     losses: list[float]
     norms: list[float]
@@ -171,7 +171,7 @@ def test_one_rank_gives_the_bits_of_training_unsharded() -> None:
     for name, weight in expected.weights.items():
         assert torch.equal(run.contents.weights[name], weight), name
 
-    # A gate in bf16 has other numbers, so these do show what it computes in.
+    # A gate in bf16 gives other numbers, so these results depend on its dtype.
     in_bf16 = train_unsharded(STEPS, 1, ON_DEVICE, BF16, fp32_types=())
     assert abs(in_bf16.losses[0] - run.losses[0]) > 1e-2
 
@@ -228,12 +228,12 @@ def _recomputed() -> None:
 
 
 def test_activations_may_be_recomputed_with_either_engine():
-    """FSDP2's groups of fp32 modules are inside what is recomputed."""
+    """FSDP2's groups of fp32 modules are inside the recomputed modules."""
     run_ranks(2, _recomputed)
 
 
 class Scale(Fp32Module):
-    """A parameter of which most ranks have nothing, and one that no optimizer steps."""
+    """A parameter with no rows on most ranks, and one that no optimizer steps."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -280,7 +280,7 @@ def test_fewer_elements_than_ranks_frozen_ones_and_bf16_main_weights_train_alike
 
 
 def _loss_scales() -> list[float]:
-    """The scales of fp16's loss; the first overflow."""
+    """The loss scales of an fp16 run, the first of which overflow."""
     options = {"initial_loss_scale": 2.0**24, "hysteresis": 1}
     on_device = OptimizerConfig(clip_grad=0.05, **options)
     both = [
@@ -319,7 +319,7 @@ def test_fsdp2_trains_as_without_sharding():
 
 
 def _bytes(fraction: float) -> tuple[dict[str, Any], list[int], int]:
-    """What each state takes, what the preflight has counted, and what is on the host."""
+    """Returns the bytes of each state, the preflight's count, and the bytes on the host."""
     counted: list[int] = []
 
     def note(needs: Sequence[HostNeed], *_: Any) -> None:
@@ -340,7 +340,7 @@ def _bytes(fraction: float) -> tuple[dict[str, Any], list[int], int]:
 @pytest.mark.parametrize("fraction", [0.5, 1.0])
 def test_bytes_are_counted_by_the_dtype_that_they_have(fraction):
     ((table, needs, host_bytes),) = run_ranks(1, _bytes, fraction)
-    assert sum(needs) == host_bytes, "the preflight counts what is allocated"
+    assert sum(needs) == host_bytes, "the preflight counts the allocated bytes"
     travelling = 2 * NUM_OTHERS + 4 * NUM_IN_FP32
     assert table[GRADIENTS].device == travelling
     if fraction == 1:

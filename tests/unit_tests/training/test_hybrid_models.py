@@ -143,7 +143,7 @@ def test_a_checkpoint_of_two_ranks_loads_on_other_numbers_of_ranks_to_the_bit(
         assert differing(contents, expected) == []
 
 
-def test_every_section_stands_in_the_checkpoint_under_a_name_of_its_own(
+def test_every_section_has_a_separate_name_in_the_checkpoint(
     saved: tuple[str, Contents],
 ) -> None:
     checkpoint = open_checkpoint(open_store(str(Path(saved[0]))), "saved")

@@ -41,9 +41,7 @@ SMALL = ImageProcessing(4, 2, 16 * 16, 40 * 40, mean=(0.4, 0.5, 0.6), std=(0.2, 
 
 @pytest.mark.parametrize("processing", [SMALL, ImageProcessing(max_pixels=300 * 300)], ids=str)
 @pytest.mark.parametrize("size", [(31, 17), (8, 8), (333, 60), (20, 200), (257, 255), (3, 500)])
-def test_patches_are_those_of_transformers(
-    processing: ImageProcessing, size: tuple[int, int]
-) -> None:
+def test_patches_match_transformers(processing: ImageProcessing, size: tuple[int, int]) -> None:
     image = picture(*size)
     expected = processor(processing)(images=[image], return_tensors="pt")
     found = processing.patches_of(image)
@@ -176,7 +174,7 @@ def test_one_transparent_gray_value_of_16_bits_is_not_its_neighbor(tmp_path: Pat
         (np.linspace(0, 1 << 20, 1280).astype(np.int32), "got I from 0 to 1048576"),
     ],
 )
-def test_gray_values_without_a_known_range_are_refused(
+def test_gray_values_without_a_known_range_are_rejected(
     tmp_path: Path, values: Any, told: str
 ) -> None:
     PIL.fromarray(values.reshape(32, 40)).save(tmp_path / "values.tiff")
@@ -184,7 +182,7 @@ def test_gray_values_without_a_known_range_are_refused(
         SMALL.load(tmp_path / "values.tiff")
 
 
-def test_what_is_no_picture_is_refused_by_name(tmp_path: Path) -> None:
+def test_what_is_no_picture_is_rejected_by_name(tmp_path: Path) -> None:
     picture(64, 64).save(tmp_path / "whole.png")
     whole = (tmp_path / "whole.png").read_bytes()
     (tmp_path / "cut.png").write_bytes(whole[: len(whole) // 2])
@@ -210,7 +208,7 @@ PUBLISHED = {
 }
 
 
-def test_a_folder_says_how_its_pictures_are_made(tmp_path: Path) -> None:
+def test_a_processor_directory_specifies_how_pictures_are_prepared(tmp_path: Path) -> None:
     file = tmp_path / "preprocessor_config.json"
     file.write_text(json.dumps(PUBLISHED))
     assert ImageProcessing.of_folder(tmp_path) == ImageProcessing()
@@ -240,6 +238,6 @@ def test_a_folder_says_how_its_pictures_are_made(tmp_path: Path) -> None:
         ({"mean": (0.5,)}, "--image-mean: expected three numbers"),
     ],
 )
-def test_settings_without_a_meaning_are_refused(values: dict[str, Any], told: str) -> None:
+def test_settings_without_a_meaning_are_rejected(values: dict[str, Any], told: str) -> None:
     with pytest.raises(ConfigError, match=told):
         ImageProcessing(**values)

@@ -80,7 +80,7 @@ def test_a_short_line_of_a_large_run_fits_a_hundred_columns():
         ({"skipped_iterations": 3}, "skipped 3"),
     ],
 )
-def test_short_lines_give_three_digits_whatever_the_size(fields, part):
+def test_short_lines_give_three_digits_regardless_of_the_size(fields, part):
     assert part in re.split(" {2,}", short_line(of(**fields)))
 
 

@@ -96,7 +96,7 @@ def test_a_resumed_run_first_makes_up_for_the_evaluation_that_a_stop_left_out():
     assert run.loop.evaluated == {"iteration": 8, "validation": 2.5}
 
 
-def test_a_run_goes_on_without_the_loss_of_validation_data_of_which_nothing_is_learned(
+def test_a_run_continues_without_the_loss_of_validation_data_of_which_nothing_is_learned(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
     def learns_nothing(*_arguments: object, **_options: object) -> float:
@@ -134,7 +134,7 @@ def test_a_loss_that_is_not_finite_ends_the_run_before_it_is_saved():
     assert run.calls[-1] == ("step", 3)
 
 
-def test_a_run_that_is_at_its_end_already_saves_nothing():
+def test_a_run_that_has_already_ended_does_not_save():
     run = Run()
     run.engine.state.step_info.iteration = 10
     assert run.train() is None

@@ -1,5 +1,5 @@
 """docs/coming-from.md lists every flag whose default differs from Megatron-LM's; the table of
-answers covers each of its flags that we lack, and names no others.
+unsupported flags covers each of its flags that this project lacks, and no others.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ EARLIER = {
     *("--check-for-nan-in-loss-and-grad", "--retro-*", "--DDP-impl"),
     "--activations-checkpoint-method",
 }
-# Of the programs in its examples/, which have parsers of their own.
+# Of the programs in its examples/, which have separate parsers.
 EXAMPLES = {"--export-*", "--modelopt-enabled", "--finetune-hf-dataset", "--enable-gpt-oss"}
 CONFIG = parse_config(
     [
@@ -63,7 +63,7 @@ def differing() -> dict[str, tuple[str, str]]:
     found = {}
     for field in all_options().values():
         for flag, value in defaults_here(field).items():
-            # A switch that turns off what is off would be given for nothing.
+            # A switch for a default that is already off has no effect.
             is_void = field.scalar is bool and flag == field.off_flag and value
             if flag in DEFAULTS and not is_void and value != DEFAULTS[flag]:
                 found[flag] = (shown(value), shown(DEFAULTS[flag]))
@@ -95,10 +95,10 @@ def test_the_table_of_megatrons_flags_has_its_names():
         for name in row.flags:
             is_there = bool(fnmatch.filter(DEFAULTS, name))
             is_elsewhere = name in EARLIER | EXAMPLES
-            assert is_there != is_elsewhere, f"{name} is none of its flags, or still one"
+            assert is_there != is_elsewhere, f"{name} is not one of its flags, or still is"
 
 
-def test_every_flag_of_megatrons_is_one_of_ours_or_has_an_answer():
+def test_every_flag_of_megatron_lm_is_supported_or_listed_with_a_reason():
     ours = {flag for field in all_options().values() for flag in (field.flag, field.off_flag)}
     names = {name for row in answer_rows() for name in row.flags}
     strangers = [

@@ -230,7 +230,7 @@ def test_an_auxiliary_loss_that_is_not_finite_on_one_rank_moves_nothing_on_any()
     ],
 )
 @on_ranks(1)
-def test_microbatches_that_tell_different_things_are_refused(second: ForwardStep):
+def test_microbatches_that_report_different_losses_or_loads_are_rejected(second: ForwardStep):
     answers = iter([everything, second])
     with pytest.raises(ValueError, match="Expected the same losses and loads of every microbatch"):
         step(Net(), [1, 2], lambda model, batch: next(answers)(model, batch))
@@ -319,7 +319,7 @@ def test_a_step_of_microbatches_that_do_not_count_has_no_gradients():
 
 
 def _on_masked_ranks(masked: tuple[int, ...]) -> tuple[bool, float | None]:
-    """Whether a step of which some ranks learn nothing is masked, and an evaluation's loss."""
+    """Whether a step is fully masked, and an evaluation's loss, with weights of 0 on some ranks."""
     weight = torch.tensor(float(dist.get_rank() not in masked))
 
     def forward_step(model: nn.Module, batch: Batch) -> ModelLoss:
@@ -350,7 +350,7 @@ def test_a_loss_is_missing_where_no_rank_learns_a_token_and_there_where_one_does
 
 
 def told_alike(_number: int, said: ModelLoss) -> ModelLoss:
-    """Changes nothing, whatever the rank."""
+    """Returns the losses unchanged, on every rank."""
     return said
 
 
@@ -465,7 +465,7 @@ def more_rows_later(number: int, said: ModelLoss) -> ModelLoss:
         (more_rows_later, "torch.int64 (3, 4)"),
     ],
 )
-def test_loads_of_another_shape_or_dtype_are_refused_before_anything_moves(
+def test_loads_of_another_shape_or_dtype_are_rejected_before_anything_moves(
     change, got: str, is_megatron: bool, next_norm: float
 ):
     for outcome in run_ranks(2, _refused, change, True, is_megatron):
@@ -480,14 +480,14 @@ def _alike() -> Outcome:
     return _refused(told_alike, False, True)
 
 
-def test_ranks_that_tell_the_same_are_not_refused_and_move():
+def test_ranks_that_report_the_same_losses_are_accepted_and_step():
     for outcome in run_ranks(2, _alike):
         assert outcome.error == ""
         assert not outcome.unchanged
 
 
 @on_ranks(1)
-def test_loads_of_a_model_without_routers_and_too_many_losses_are_refused():
+def test_loads_of_a_model_without_routers_and_too_many_losses_are_rejected():
     model = nn.Linear(4, 1)
     load = torch.ones(1, 4, dtype=torch.int64)
     with pytest.raises(ValueError, match="Expected no loads from a model without a Router, got"):
@@ -507,7 +507,7 @@ def test_loads_of_a_model_without_routers_and_too_many_losses_are_refused():
     ],
 )
 @on_ranks(1)
-def test_a_loss_that_is_no_tensor_is_refused_with_what_to_return(
+def test_a_loss_that_is_no_tensor_is_rejected_with_what_to_return(
     wrap: Callable[[torch.Tensor], Any], got: str
 ):
     expected = f"without dimensions, got a {got}. A forward step returns a tensor, or ModelLoss"

@@ -1,6 +1,4 @@
-"""What is asked of host memory before there are weights, what is planned, reported, and really
-there.
-"""
+"""Host memory as checked before the weights exist, as planned, as reported, and as allocated."""
 
 from __future__ import annotations
 
@@ -85,8 +83,8 @@ def test_layers_of_two_dtypes_are_planned_once_for_everybody(name):
     (found,) = run_ranks(1, _figures, name)
     for fraction, (asked, planned, held, reported) in zip(FRACTIONS, found, strict=True):
         assert planned == held, fraction
-        assert asked == reported, "a run asks for what it takes"
+        assert asked == reported, "a run checks for the memory that it takes"
         assert planned >= fraction * TOTAL
-        # Arrays that begin on a cache line are padded.
+        # Arrays that start on a cache line are padded.
         assert planned <= reported <= planned + 64 * 11, fraction
     assert len({planned for _, planned, *_ in found}) >= 4

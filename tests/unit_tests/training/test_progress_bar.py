@@ -78,7 +78,7 @@ def test_the_time_left_is_that_of_recent_steps_without_the_first_one_and_without
     assert terminal.line == "3% 3/100  loss 3.5000  16 tok/s  2.00 s/it  eta 3m14s"
 
 
-def test_an_evaluation_and_a_save_are_shown_in_the_place_of_the_time_left(terminal):
+def test_an_evaluation_and_a_save_are_shown_instead_of_the_time_left(terminal):
     now = [0.0]
     metrics = make(now)
     now[0] += 0.5
@@ -95,7 +95,7 @@ def test_an_evaluation_and_a_save_are_shown_in_the_place_of_the_time_left(termin
 
 
 @pytest.mark.parametrize("is_wanted", [True, False])
-def test_without_a_terminal_or_with_no_progress_bar_nothing_is_written(monkeypatch, is_wanted):
+def test_without_a_terminal_or_with_no_progress_bar_there_is_no_output(monkeypatch, is_wanted):
     stream = io.StringIO() if is_wanted else Terminal()
     monkeypatch.setattr("megatron.training.progress_bar.sys", SimpleNamespace(stderr=stream))
     bar = ProgressBar(100, 0, is_wanted=is_wanted)

@@ -30,7 +30,7 @@ def draw() -> tuple[float, ...]:
 
 
 @pytest.mark.parametrize("num_draws", [0, 1, 2])
-def test_all_generators_go_on_where_they_were(num_draws):
+def test_all_generators_continue_where_they_were(num_draws):
     """An odd number of Gaussian draws leaves a cached value behind, which is state too."""
     seed_all(5, rank=3)
     for _ in range(num_draws):
@@ -117,7 +117,7 @@ def test_every_state_that_there_can_be_is_accepted():
         ),
     ],
 )
-def test_a_state_that_no_generator_gives_is_refused_before_one_takes_it(name, change, message):
+def test_a_state_that_no_generator_gives_is_rejected_before_one_takes_it(name, change, message):
     """With such a position numpy reads where there is nothing: the process would end with a
     signal.
     """
@@ -131,7 +131,7 @@ def test_a_state_that_no_generator_gives_is_refused_before_one_takes_it(name, ch
     assert all(torch.equal(before[kind], after[kind]) for kind in before)
 
 
-def test_states_of_other_generators_are_refused():
+def test_states_of_other_generators_are_rejected():
     own = rng_state(Device("cpu"))
     with pytest.raises(
         ValueError, match=r"Expected the random states to be torch, numpy.*, got torch"

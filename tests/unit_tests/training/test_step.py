@@ -153,8 +153,8 @@ def _steps_with_a_plan_that_is_refused(poison: float | None) -> StepResult:
     return run_step(model, optimizer, [0, 1], poison)
 
 
-def test_what_planning_refuses_does_not_come_before_what_ranks_agree_on():
-    """A step that is skipped refuses nothing, and one that is taken finds out for itself."""
+def test_a_rejected_plan_does_not_change_the_ranks_agreement_on_a_step():
+    """A rejected plan raises no error: the step is skipped or runs as the ranks agreed."""
     assert all(
         outcome.is_skipped for outcome in run_ranks(2, _steps_with_a_plan_that_is_refused, math.nan)
     )
@@ -206,7 +206,7 @@ class Gradients:
 def steps_of_one_run(
     settings: dict[str, Any], clip_grad: float, loss_scale: float | None
 ) -> tuple[list[StepResult], list[torch.Tensor], float]:
-    """Three steps of fp32 compute: results, weights, the largest gradient on its way."""
+    """Three steps of fp32 compute: results, weights, the largest gradient sent."""
     model = make_model()
     model[1].p = 0.0
     seen = Gradients(model)
@@ -254,8 +254,8 @@ def test_a_loss_scaled_by_a_power_of_two_gives_the_bits_of_one_that_is_not(
 def _overflow(
     poison: float | None, forward_step: ForwardStep
 ) -> tuple[list[StepResult], list[bool]]:
-    """A clean step, one that is not finite on rank 1 alone, and a clean one; whether each changed
-    nothing.
+    """A clean step, one that is not finite on rank 1 alone, and a clean one; whether each left
+    the weights unchanged.
     """
     model = make_model()
     model[1].p = 0.0
@@ -338,7 +338,7 @@ GPT = [
 
 
 def _train_gpt(flags: list[str], num_steps: int) -> tuple[list[StepResult], set[torch.dtype]]:
-    """Steps on one batch; what came of them, and the dtypes that layers and logits have."""
+    """Steps on one batch; returns their results, and the dtypes of layers and logits."""
     size = dist.get_world_size()
     config = parse_config([*GPT, *flags], size)
     device, mesh = Device("cpu"), build_mesh("cpu", size)
@@ -403,7 +403,7 @@ def test_fp16_skips_until_its_scale_fits_and_then_trains_as_fp32_does(engine):
         assert expected[-1].loss < 0.8 * expected[0].loss, "it learns"
 
 
-# What the device waits for
+# Waits of the device
 
 
 def _calls_of_a_step(flags: list[str], num_layers: int) -> dict[str, int]:
@@ -462,8 +462,8 @@ def _calls_of_a_step(flags: list[str], num_layers: int) -> dict[str, int]:
     ids=["device", "offloaded"],
 )
 def test_a_step_is_planned_before_its_scalars_are_read(flags):
-    """What is left between the read and the first launch is a call for each piece at most, and
-    little for each step.
+    """Between the read and the first launch, the host makes at most a call for each piece, and few
+    for each step.
     """
     few, many = (run_ranks(1, _calls_of_a_step, flags, num_layers)[0] for num_layers in (2, 10))
     planned = many["planning"] - few["planning"]

@@ -161,7 +161,7 @@ def test_a_signalled_rank_votes_against_saving_when_a_save_takes_longer_than_is_
         assert stop.votes(save_seconds) == Votes(signalled=1.0, too_short=too_short)
 
 
-def test_the_grace_period_begins_with_the_first_signal():
+def test_the_grace_period_starts_with_the_first_signal():
     clock = Clock()
     with StopConditions(
         StopConfig(exit_signal_handler=True, exit_signal_grace_seconds=30.0), clock

@@ -103,7 +103,7 @@ def _compare(case: Case, sizes: tuple[int, ...], options: list[dict[str, Any]]) 
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_losses_norms_and_loads_are_those_of_whole_layers(name: str) -> None:
+def test_losses_norms_and_loads_match_whole_layers(name: str) -> None:
     run_ranks(4, _compare, CASES[name], (2, 4), [{}])
 
 
@@ -209,7 +209,7 @@ def _uneven() -> None:
         engine.model(tokens, tokens)
 
 
-def test_sequences_that_ranks_cannot_divide_are_refused() -> None:
+def test_sequences_that_ranks_cannot_divide_are_rejected() -> None:
     run_ranks(4, _uneven)
 
 
@@ -220,5 +220,5 @@ def _indivisible() -> None:
     engine_of(case, 2, context_parallel_size=2, cp_comm_type="all_gather")
 
 
-def test_heads_that_ranks_of_both_axes_cannot_divide_are_refused() -> None:
+def test_heads_that_ranks_of_both_axes_cannot_divide_are_rejected() -> None:
     run_ranks(4, _indivisible)

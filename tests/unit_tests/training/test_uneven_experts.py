@@ -16,7 +16,7 @@ from tests.helpers.engine_contents import contents_of
 from tests.helpers.mixtures import MIXTURE, SEQ, VOCAB, Trained, mixture_engine, train
 from tests.helpers.ranks import run_ranks
 
-# With biases, those of routers among them, so that a test can say which experts are chosen.
+# With biases, also in routers, so that a test can determine the chosen experts.
 BIASED = replace(MIXTURE, add_bias_linear=True)
 FIRST_HALF, SECOND_HALF = range(4), range(4, 8)
 LOW, HIGH = (0, VOCAB // 2), (VOCAB // 2, VOCAB)  # tokens
@@ -38,8 +38,8 @@ def _with_biases(*biases: float) -> GPTModel:
 def _divided_by_tokens() -> GPTModel:
     """A model that sends high tokens to the first half of the experts and low ones to the other.
 
-    One channel of the residual stream says which they are, in both mixtures: it is large in the
-    embedding, and what layers add to it is small.
+    One channel of the residual stream determines them, in both mixtures: it is large in the
+    embedding, and layers add little to it.
     """
     model = _model()
     embedding = model.embedding.word_embeddings.weight.data
@@ -86,7 +86,7 @@ def _on_one_rank(name: str) -> Trained:
 
 
 def _check(name: str, world_size: int, expert_size: int) -> list[torch.Tensor]:
-    """Expects one rank's numbers; answers loads by rank: [steps, layers with experts, experts]."""
+    """Expects one rank's numbers; returns loads by rank: [steps, layers with experts, experts]."""
     expected = _on_one_rank(name)
     ranks = run_ranks(world_size, _trained, name, expert_size)
     for trained in ranks:
@@ -179,7 +179,7 @@ def _unused_experts(expert_size: int, choice: str) -> tuple[int, list[str]]:
 def _stepped_with_zeros(
     weight: torch.Tensor, moments: dict[str, torch.Tensor], weight_decay: float, lr: float
 ) -> list[torch.Tensor]:
-    """Weight and moments after `STEPS_WITHOUT` of torch's AdamW, from those after its first one."""
+    """Weight and moments after `STEPS_WITHOUT` steps of torch AdamW, from its first step's."""
     parameter = nn.Parameter(weight.clone())
     optimizer = torch.optim.AdamW(
         [parameter], lr=lr, betas=(0.9, 0.999), eps=1e-8, weight_decay=weight_decay, fused=True

@@ -1,5 +1,5 @@
-"""What the end-to-end comparison rests on: equal data and weights, comparisons of states and of
-losses, peaks of memory, peers that are missing.
+"""Parts of the end-to-end comparison: equal data and weights, comparisons of states and losses,
+peak memory, missing peers.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def test_sides_whose_losses_part_are_not_compared() -> None:
 
 
 def test_a_peak_is_of_what_was_needed_since_the_reset_with_children_and_without_libraries() -> None:
-    """In a process of its own: the pools of ranks of other tests are children of this one."""
+    """In a separate process: this one's children include the pools of ranks of other tests."""
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
         pool.submit(check_peaks).result()
 
@@ -115,7 +115,7 @@ def test_a_peer_says_itself_why_it_cannot_run(
         "peers",
     }
 
-    # The last line of what the interpreter says to the probe.
+    # The last line of the interpreter's output for the probe.
     make_interpreter(
         tmp_path, "torchao", 'echo "line 1" >&2; echo "AssertionError: $2" >&2; exit 1'
     )
@@ -170,4 +170,4 @@ def test_ours_and_fsdp2_from_end_to_end(tmp_path: Path) -> None:
         for value in one["values"]
         if one["group"] != "a save: training lost"
     )
-    assert [path.name for path in tmp_path.iterdir()] == ["result.json"], "nothing else is left"
+    assert [path.name for path in tmp_path.iterdir()] == ["result.json"], "no other file is left"

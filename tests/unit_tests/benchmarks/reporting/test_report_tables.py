@@ -172,7 +172,7 @@ def test_a_page_of_docs_links_its_neighbours(tmp_path: Path) -> None:
     assert "[yes](a.md)" in peers_block(comparison, {}, "../")
 
 
-def test_a_comparison_with_a_cell_missing_is_refused(tmp_path: Path) -> None:
+def test_a_comparison_with_a_cell_missing_is_rejected(tmp_path: Path) -> None:
     row = {key: cell for key, cell in COMPARISON["properties"][0].items() if key != "there"}
     with pytest.raises(ValueError, match="Expected claims about here, there, else in the row"):
         read_comparison(comparison_file(tmp_path, properties=[row]))

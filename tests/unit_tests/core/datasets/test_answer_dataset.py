@@ -105,7 +105,7 @@ def test_rows_do_not_depend_on_how_many_are_asked_for_and_epochs_have_other_orde
     assert any(not torch.equal(other[n]["tokens"], many[n]["tokens"]) for n in range(3))
 
 
-def test_conversations_longer_than_a_row_are_refused_with_the_length_or_cut(
+def test_conversations_longer_than_a_row_are_rejected_with_the_length_or_cut(
     tmp_path: Path,
 ) -> None:
     prefix = write_chats(tmp_path / "chats", [5, 18, 30])
@@ -183,7 +183,7 @@ def test_blends_of_conversations_and_text_have_splits_of_their_own(tmp_path: Pat
 
 @pytest.mark.parametrize("lost", [(".bin", ".idx"), (".bin",), (".idx",)], ids="".join)
 @pytest.mark.parametrize("prefix", ["out_chat_document", "merged"])
-def test_conversations_that_have_lost_their_mask_are_refused_in_every_part_and_split(
+def test_conversations_that_have_lost_their_mask_are_rejected_in_every_part_and_split(
     tmp_path: Path, prefix: str, lost: tuple[str, ...]
 ) -> None:
     write_chats(tmp_path / "whole_chat_document", [8] * 50)
@@ -216,7 +216,7 @@ def write_masks(prefix: Path, masks: list[list[int]], dtype: Any = np.uint8) -> 
         ([[1, 1], [1, 1]], np.uint8, "got another length in sequence 1"),
     ],
 )
-def test_masks_that_do_not_fit_are_refused(
+def test_masks_that_do_not_fit_are_rejected(
     tmp_path: Path, masks: list[list[int]], dtype: Any, told: str
 ) -> None:
     write_tokens(tmp_path / "chats", [[1, 2], [3, 4, 5]])
@@ -225,7 +225,7 @@ def test_masks_that_do_not_fit_are_refused(
         AnswerFiles(tmp_path / "chats")
 
 
-def test_tokens_beyond_the_vocabulary_and_splits_without_documents_are_refused(
+def test_tokens_beyond_the_vocabulary_and_splits_without_documents_are_rejected(
     tmp_path: Path,
 ) -> None:
     prefix = write_chats(tmp_path / "chats", [5], first_token=VOCAB - 2)
@@ -242,7 +242,7 @@ def test_tokens_beyond_the_vocabulary_and_splits_without_documents_are_refused(
         ({"data_path": ("x",), "eod_mask_loss": True}, "--sft: expected none of"),
     ],
 )
-def test_settings_that_contradict_each_other_are_refused(
+def test_settings_that_contradict_each_other_are_rejected(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], told: str
 ) -> None:
     monkeypatch.chdir(tmp_path)

@@ -78,7 +78,7 @@ def test_a_dataset_nothing_is_taken_from_may_be_missing() -> None:
     assert [blend[index]["tokens"].tolist() for index in range(3)] == [[0, 0], [0, 1], [0, 2]]
 
 
-def test_a_dataset_that_is_too_short_is_refused() -> None:
+def test_a_dataset_that_is_too_short_is_rejected() -> None:
     with pytest.raises(
         ValueError, match="Expected at least 30 samples in dataset 1 of the blend, got 29"
     ):
@@ -89,6 +89,6 @@ def test_a_dataset_that_is_too_short_is_refused() -> None:
     "weights",
     [[], [1.0, 0.0], [-1.0], [float("nan")], [float("inf")], [1e-300, 1e300], [1e308, 1e308]],
 )
-def test_impossible_weights_are_refused(weights: list[float]) -> None:
+def test_impossible_weights_are_rejected(weights: list[float]) -> None:
     with pytest.raises(ValueError, match=r"Expected (positive weights|weights whose shares)"):
         BlendOrder(weights)

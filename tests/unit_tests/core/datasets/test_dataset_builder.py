@@ -115,7 +115,7 @@ def test_a_dataset_given_twice_is_drawn_as_one_and_that_is_logged(
     assert f"2 {prefixes[1]}" in told[1]
 
 
-def test_data_that_begin_otherwise_than_the_tokenizers_texts_are_found(
+def test_data_without_the_tokenizers_prefix_are_detected(
     tmp_path: Path, write_tokens: WriteTokens
 ) -> None:
     """The documents of text may be parts of longer ones, so not each of them starts alike."""
@@ -140,7 +140,7 @@ def test_a_part_of_a_blend_that_is_never_drawn_needs_no_tokens(
     assert _tokens(build_gpt_datasets(config, (20, 0, 0), vocab_size=10, seed=1).train) == {1}
 
 
-def test_a_split_without_tokens_for_a_sample_is_refused(prefixes: list[str]) -> None:
+def test_a_split_without_tokens_for_a_sample_is_rejected(prefixes: list[str]) -> None:
     config = GPTDatasetConfig(seq_length=64, data_path=(prefixes[0],), split="98,1,1")
     assert build_gpt_datasets(config, (5, 0, 0), vocab_size=2000, seed=1).train is not None
     message = (

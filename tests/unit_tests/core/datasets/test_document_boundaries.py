@@ -125,7 +125,7 @@ def test_all_splits_and_blends_have_boundaries_and_samples_are_those_without(
     assert isinstance(build_gpt_datasets(plain, (5, 0, 0), 10, seed=1, eod=EOD).train, GPTDataset)
 
 
-def test_data_without_ends_of_documents_is_refused(prefixes: list[str]) -> None:
+def test_data_without_ends_of_documents_is_rejected(prefixes: list[str]) -> None:
     config = GPTDatasetConfig(
         seq_length=16, data_path=("1", prefixes[0], "1", prefixes[1]), eod_mask_loss=True
     )

@@ -128,7 +128,7 @@ def test_batches_keep_numbers_of_the_host_apart(prefix: str, num_workers: int) -
     assert torch.equal(batch["patches"], torch.cat([row["patches"] for row in rows]))
 
 
-def test_samples_longer_than_a_row_and_tokens_of_another_vocabulary_are_refused(
+def test_samples_longer_than_a_row_and_tokens_of_another_vocabulary_are_rejected(
     prefix: str,
 ) -> None:
     longest = max(len(sample.tokens) for sample in some_samples(30))
@@ -141,7 +141,7 @@ def test_samples_longer_than_a_row_and_tokens_of_another_vocabulary_are_refused(
         dataset_of(prefix, documents=range(0))
 
 
-def test_data_with_other_images_is_refused(prefix: str, tmp_path: Path) -> None:
+def test_data_with_other_images_is_rejected(prefix: str, tmp_path: Path) -> None:
     (tmp_path / "text.bin").touch()
     (tmp_path / "text.idx").touch()
     text = str(tmp_path / "text")

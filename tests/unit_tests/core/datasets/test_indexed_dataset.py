@@ -26,7 +26,7 @@ WriteTokens = Callable[..., IndexedDataset]
 GOLDEN = Path(__file__).parent / "golden"
 
 
-def test_files_are_those_of_megatron_core_byte_for_byte(tmp_path: Path) -> None:
+def test_files_match_megatron_core_byte_for_byte(tmp_path: Path) -> None:
     spec = json.loads((GOLDEN / "spec.json").read_text())
     with IndexedDatasetBuilder(tmp_path / "ours", spec["dtype"]) as builder:
         for sequences in spec["documents"]:
@@ -82,7 +82,7 @@ def test_a_part_of_a_sequence_is_read() -> None:
 @pytest.mark.parametrize(
     ("index", "offset", "length"), [(7, 0, None), (-1, 0, None), (3, 7, None), (3, 4, 3)]
 )
-def test_a_part_outside_a_sequence_is_refused(index: int, offset: int, length: int | None) -> None:
+def test_a_part_outside_a_sequence_is_rejected(index: int, offset: int, length: int | None) -> None:
     with pytest.raises(IndexError, match="Expected a"):
         IndexedDataset(GOLDEN / "small").get(index, offset, length)
 
@@ -154,14 +154,14 @@ def test_pointers_are_right_beyond_one_chunk(
 
 
 @pytest.mark.parametrize("token", [65536, -1, 1 << 40])
-def test_a_token_that_does_not_fit_is_refused(tmp_path: Path, token: int) -> None:
+def test_a_token_that_does_not_fit_is_rejected(tmp_path: Path, token: int) -> None:
     builder = IndexedDatasetBuilder(tmp_path / "tokens", np.uint16)
     with pytest.raises(ValueError, match=f"Expected tokens that uint16 can hold, got {token}"):
         builder.add_document([1, token])
     builder.abort()
 
 
-def test_a_token_that_is_no_number_is_refused_without_a_warning(tmp_path: Path) -> None:
+def test_a_token_that_is_no_number_is_rejected_without_a_warning(tmp_path: Path) -> None:
     builder = IndexedDatasetBuilder(tmp_path / "tokens", np.uint16)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -171,7 +171,7 @@ def test_a_token_that_is_no_number_is_refused_without_a_warning(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("length", [1 << 31, 1 << 70])
-def test_a_length_beyond_31_bits_is_refused(tmp_path: Path, length: int) -> None:
+def test_a_length_beyond_31_bits_is_rejected(tmp_path: Path, length: int) -> None:
     builder = IndexedDatasetBuilder(tmp_path / "tokens", np.uint16)
     with pytest.raises(
         ValueError, match=f"Expected sequences of at most 2147483647 tokens, got {length}"
@@ -180,14 +180,14 @@ def test_a_length_beyond_31_bits_is_refused(tmp_path: Path, length: int) -> None
     builder.abort()
 
 
-def test_lengths_that_do_not_add_up_are_refused(tmp_path: Path) -> None:
+def test_lengths_that_do_not_add_up_are_rejected(tmp_path: Path) -> None:
     builder = IndexedDatasetBuilder(tmp_path / "tokens", np.uint16)
     with pytest.raises(ValueError, match=r"add up to 3 tokens, got \[1, 1\]"):
         builder.add_document([1, 2, 3], [1, 1])
     builder.abort()
 
 
-def test_a_dtype_without_a_code_is_refused(tmp_path: Path) -> None:
+def test_a_dtype_without_a_code_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="got uint64"):
         IndexedDatasetBuilder(tmp_path / "tokens", np.uint64)
 
@@ -208,7 +208,7 @@ def _with_index(folder: Path, content: bytes) -> Path:
     return folder / "bad"
 
 
-def test_a_foreign_index_is_refused_with_its_first_bytes(tmp_path: Path) -> None:
+def test_a_foreign_index_is_rejected_with_its_first_bytes(tmp_path: Path) -> None:
     with pytest.raises(IndexedDatasetError, match=r"got b'PK.x03.x04zipfi'"):
         IndexedDataset(_with_index(tmp_path, b"PK\x03\x04zipfile" + bytes(100)))
 

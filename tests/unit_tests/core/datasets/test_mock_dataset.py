@@ -31,7 +31,7 @@ def test_the_stride_of_a_sample_foretells_most_of_it() -> None:
     assert 0.95 < foretold / (100 * 256) < 0.99
 
 
-def test_samples_and_vocabularies_outside_are_refused() -> None:
+def test_samples_and_vocabularies_outside_are_rejected() -> None:
     with pytest.raises(IndexError, match=r"range\(10\), got 10"):
         MockGPTDataset(100, 8, 10, seed=1)[10]
     with pytest.raises(ValueError, match="at least 2 tokens, got 1"):

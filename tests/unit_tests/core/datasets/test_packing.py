@@ -40,6 +40,6 @@ def test_a_row_that_has_been_closed_gets_no_more() -> None:
 
 
 @pytest.mark.parametrize(("lengths", "got"), [([3, 11], "11 of sample 1"), ([0], "0 of sample 0")])
-def test_samples_that_fit_into_no_row_are_refused(lengths: list[int], got: str) -> None:
+def test_samples_that_fit_into_no_row_are_rejected(lengths: list[int], got: str) -> None:
     with pytest.raises(ValueError, match=f"samples of 1 to 10 tokens, got {got}"):
         pack_first_fit(lengths, 10)

@@ -40,14 +40,14 @@ def test_scalars_and_arrays_of_any_size_agree(size: int, key: int, data: st.Data
 
 
 @pytest.mark.parametrize("size", [0, -1, (1 << 62) + 1])
-def test_impossible_size_is_refused(size: int) -> None:
+def test_impossible_size_is_rejected(size: int) -> None:
     with pytest.raises(ValueError, match=f"got {size}"):
         RandomPermutation(size, 1)
 
 
 @pytest.mark.parametrize("size", [5, 1000])
 @pytest.mark.parametrize("position", [-1, 1000])
-def test_position_outside_is_refused(size: int, position: int) -> None:
+def test_position_outside_is_rejected(size: int, position: int) -> None:
     with pytest.raises(IndexError, match=rf"range\({size}\), got {position}"):
         RandomPermutation(size, 1)(position)
 

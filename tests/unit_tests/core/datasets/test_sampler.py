@@ -83,7 +83,7 @@ def test_ranks_take_micro_batches_in_turn() -> None:
         ((100, 0, 0, 16, 0, 2), "at least 1, got 0, 16 and 2"),
     ],
 )
-def test_numbers_that_do_not_fit_are_refused(arguments: tuple[int, ...], message: str) -> None:
+def test_numbers_that_do_not_fit_are_rejected(arguments: tuple[int, ...], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         GlobalBatchSampler(*arguments)
 

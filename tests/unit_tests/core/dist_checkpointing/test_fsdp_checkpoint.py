@@ -159,7 +159,7 @@ def _load_other_steps(folder: str, step: float) -> str:
 
 
 @pytest.mark.parametrize("step", [0.5, float("nan")])
-def test_a_step_that_is_no_count_is_refused_before_anything_is_changed(tmp_path, step):
+def test_a_step_that_is_no_count_is_rejected_before_anything_is_changed(tmp_path, step):
     """Or the optimizer would find out, with the weights in place already."""
     for message in run_ranks(2, _load_other_steps, str(tmp_path / "mine"), step):
         assert "Expected a number of steps of optimizer.state." in message

@@ -69,7 +69,7 @@ WEIGHTS = {  # of the first layer
     [Setting("no_shard", 1.0, is_fused=False), Setting("optim", 0.5, is_tied=False)],
     ids=str,
 )
-def test_keys_and_shapes_are_those_of_an_unfused_model(tmp_path, setting):
+def test_keys_and_shapes_match_an_unfused_model(tmp_path, setting):
     layers = {f"decoder.layers.0.{name}": shape for name, shape in WEIGHTS.items()}
     weights = {f"{name}.weight": shape for name, shape in layers.items()}
     weights |= {f"{name}.bias": shape[:1] for name, shape in layers.items()}

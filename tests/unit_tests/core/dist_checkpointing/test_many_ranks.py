@@ -1,7 +1,7 @@
-"""What a rank computes about the other ranks of its run, at 64 and at 4,096 of them.
+"""The work of a rank for the other ranks of its run, with 64 and with 4,096 ranks.
 
-Process groups are fake: they send nothing, and know as many ranks as they are told. Counts and
-memory do not depend on how fast the machine is.
+Process groups are fake: they send no messages, and have any number of ranks. Counts and memory do
+not depend on the speed of the machine.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ class Layer(nn.Module):
 
 
 class Found(NamedTuple):
-    """What a rank did."""
+    """The work of a rank."""
 
-    peak_nbytes: int  # of Python's allocations
+    peak_nbytes: int  # of Python allocations
     num_evaluations: int  # of layouts, for the rows in a piece
     num_entries: int
     num_chunks: int
@@ -74,7 +74,7 @@ def _check_that_equally_sharded_tensors_share_their_columns(tensors: Any) -> Non
 
 
 def _save(world_size: int, rank: int, of_all: bool) -> Found:
-    """One rank shards a model and saves it, twice: the first time it imports what it needs."""
+    """One rank shards a model and saves it, twice: the first time it imports its modules."""
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
     mesh = build_mesh("cpu", world_size)
     private = {f"rng.{kind}": torch.zeros(9) for kind in ("torch", "python")}

@@ -195,7 +195,7 @@ def random_moment(lot: random.Random, phase: str, operations: list[list[str]]) -
 
 
 def check_killed(nursery: Forks, old: Old, size: Size, moment: Moment, num_written: int) -> None:
-    """Kills a rank, and asserts what is published then, and that another run can continue.
+    """Kills a rank, and asserts which checkpoints are published, and that another run can continue.
 
     Args:
         num_written: bytes, if the operation writes.
@@ -256,7 +256,7 @@ def _fill_disk(
     return endings, published, go_on(folder, size)
 
 
-def test_a_full_disk_fails_the_save_on_all_ranks_and_leaves_nothing(nursery, old, home):
+def test_a_full_disk_fails_the_save_on_all_ranks_and_leaves_no_files(nursery, old, home):
     outcomes, size = [], WITH_HF
     whole = _pages(old.root(size) / checkpoint_name(OLD))
     # From a disk without room to one with room for everything. Between them, data files fit first.
@@ -327,7 +327,7 @@ def test_a_power_cut_at_any_moment_leaves_the_old_checkpoint_or_the_new_one(
         assert [OLD] in published[decisive:], "the rename may not have reached the disk"
     assert all(found in ([OLD], [OLD, NEW], [NEW]) for found in published[decisive:])
     settled = num_images * (own.index("open latest_checkpointed_iteration.txt") + 1)
-    assert all(NEW in found for found in published[settled:]), "what has been announced stays"
+    assert all(NEW in found for found in published[settled:]), "announced checkpoints stay"
 
 
 def test_a_power_cut_after_a_sync_that_failed_leaves_the_old_checkpoint_or_the_new_one(
@@ -347,8 +347,8 @@ def test_a_power_cut_after_a_sync_that_failed_leaves_the_old_checkpoint_or_the_n
 def _meet(
     root: Path, number: int, other: Callable[[Path], str | None]
 ) -> tuple[str | None, str | None, dict[int, int]]:
-    """What becomes of a run, and of another that comes and goes at an operation of the first; and
-    what is published.
+    """Returns the outcomes of a run and of another that runs at one operation of the first, and the
+    published checkpoints.
     """
     others: list[str | None] = []
     error = outcome_of_save(root, At(number, lambda: others.append(other(root))), run=1, size=SMALL)
@@ -375,12 +375,12 @@ def _meet_at_many(
 
 
 def _every_third_and_around(own: list[str], *decisive: int) -> list[int]:
-    """Numbers of operations: each third, and those before, at and after the decisive ones."""
+    """Numbers of operations: each third, and the ones before, at and after the decisive ones."""
     near = {number + by for number in decisive for by in (-1, 0, 1)}
     return sorted({*range(0, len(own), 3), len(own) - 1} | (near & {*range(len(own))}))
 
 
-def test_of_two_runs_that_save_one_iteration_at_any_moments_one_publishes_and_the_other_says_so(
+def test_of_two_runs_that_save_one_iteration_at_any_moments_one_publishes_and_the_other_fails(
     nursery, old, home, own
 ):
     decisive = own.index(f"rename {checkpoint_name(NEW)}")
@@ -399,7 +399,7 @@ def test_of_two_runs_that_save_one_iteration_at_any_moments_one_publishes_and_th
             assert refused.search(other_error)
 
 
-def test_a_run_that_begins_at_any_moment_of_anothers_save_fails_it_by_name_or_comes_too_late(
+def test_a_run_that_starts_at_any_moment_of_anothers_save_fails_it_by_name_or_comes_too_late(
     nursery, old, home, own
 ):
     first = own.index(f"mkdir {DRAFT}")
@@ -420,7 +420,7 @@ def _sweep(root: Path) -> None:
 
 
 @pytest.mark.parametrize("rank", range(2))
-def test_a_run_that_begins_at_any_moment_of_two_ranks_save_fails_it_on_both_or_on_none(
+def test_a_run_that_starts_at_any_moment_of_two_ranks_save_fails_it_on_both_or_on_none(
     nursery, old, rank
 ):
     lot = random.Random(rank)
@@ -466,7 +466,7 @@ def remote() -> Iterator[str]:
 
 
 def _save_remotely(root: str, iteration: int, num_good: float) -> tuple[str | None, int]:
-    """Returns the error, if there is one, and how many requests there have been."""
+    """Returns the error, or None, and the number of requests."""
     store, state = open_store(root), State(iteration, size=SMALL)
     connection = store._files = LostConnection(store._files, num_good)
     with CheckpointManager(
@@ -505,5 +505,5 @@ def test_a_remote_store_that_is_lost_at_any_moment_holds_the_old_checkpoint_or_t
     assert outcomes[0] == ([OLD], False)
     assert outcomes[-1][1]
     assert all((NEW in published) == is_good for published, is_good in outcomes), (
-        "what is said to be published is"
+        "reported checkpoints are published"
     )

@@ -46,7 +46,7 @@ from tests.unit_tests.training.helpers.hf_folders import QWEN3, VOCAB
 NUM_RANKS = 4
 
 needs_linux = pytest.mark.skipif(
-    sys.platform != "linux", reason="asks Linux what its sockets have sent"
+    sys.platform != "linux", reason="reads the bytes sent by sockets from Linux"
 )
 
 
@@ -93,7 +93,7 @@ def _bytes_of(work: Callable[[], object]) -> int:
     dist.barrier()
     before = _sent_bytes()
     work()
-    # What has been closed meanwhile is left out: groups of a test before, collected now.
+    # Without sockets closed meanwhile: groups of a previous test that are collected now.
     return (_sent_bytes() - before).total()
 
 
@@ -130,9 +130,9 @@ class Saved(NamedTuple):
     """What one rank sent during its saves."""
 
     num_bytes: int  # of a save that is waited for
-    num_bytes_beside: int  # of training and a save beside it
+    num_bytes_beside: int  # of training during a save
     num_bytes_of_training: int  # of the same training without a save
-    names: list[str]  # of what is published in the end
+    names: list[str]  # published at the end
 
 
 def _train(trained: Trained, begin: int, end: int) -> None:
@@ -142,7 +142,7 @@ def _train(trained: Trained, begin: int, end: int) -> None:
 
 
 def _save_counted(root: str, setting: Setting, hf_dtype: torch.dtype | None = None) -> Saved:
-    """One save that is waited for, then one beside training that makes the first superfluous.
+    """A synchronous save, then an asynchronous one that replaces it.
 
     Args:
         hf_dtype: of `hf/` in both checkpoints.
@@ -153,7 +153,7 @@ def _save_counted(root: str, setting: Setting, hf_dtype: torch.dtype | None = No
             model = GPTModel(QWEN3, VOCAB)
         trained = Trained(setting, seed=0, model=model)
         export = HfExport.of(model, hf_dtype, FolderExtras())
-    # The first steps exchange more than those that follow.
+    # The first steps exchange more than later ones.
     _train(trained, 0, 2)
     retention = Retention(keep_last=1)
     manager = CheckpointManager(

@@ -128,7 +128,7 @@ def test_ranks_that_send_tokens_of_different_mixtures_are_all_told() -> None:
 
 
 @on_ranks(2)
-def test_experts_that_cannot_be_divided_are_refused_by_name() -> None:
+def test_experts_that_cannot_be_divided_are_rejected_by_name() -> None:
     model = nn.ModuleDict(
         {"mlp": _layer(replace(SPEC, router=replace(SPEC.router, num_experts=7)))}
     )

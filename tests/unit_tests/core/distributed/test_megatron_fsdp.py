@@ -87,7 +87,7 @@ def test_a_microbatchs_scope_reaches_the_context_and_does_nothing_for_other_engi
         pass
 
 
-def test_instances_that_do_not_divide_the_ranks_are_refused():
+def test_instances_that_do_not_divide_the_ranks_are_rejected():
     with pytest.raises(
         ValueError, match="Expected a number of instances that divides 4 ranks, got 3"
     ):

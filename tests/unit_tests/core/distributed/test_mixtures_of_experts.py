@@ -86,7 +86,7 @@ def _train_on_a_rank(engine: str, recompute: str | None) -> Tensor:
 
 @pytest.mark.parametrize("recompute", [None, "full"])
 @pytest.mark.parametrize("engine", ["megatron", "FSDP2"])
-def test_losses_and_loads_are_those_of_one_process(engine: str, recompute: str | None) -> None:
+def test_losses_and_loads_match_one_process(engine: str, recompute: str | None) -> None:
     alone = _model(None)
     materialize(alone, "cpu", SEED)
     expected = _train(alone, torch.optim.AdamW(alone.parameters(), lr=1e-2), slice(NUM_SEQUENCES))

@@ -136,7 +136,7 @@ def _batch() -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _take_experts(model: nn.Module, rank: int, num_ranks: int) -> set[str]:
-    """Replaces the weights of experts by those of this rank's share of the experts."""
+    """Replaces the weights of all experts by the weights of this rank's experts."""
     names = set()
     for name, module in model.named_modules():
         if isinstance(module, ExpertLinear):
@@ -355,13 +355,13 @@ def test_recomputed_layers_exchange_again_and_give_the_same_bits() -> None:
     assert of_tokens == [*first, *[(head, True)] * 2, *backward, (embedding, True)]
 
     found, records = _bits_and_records("selective")
-    assert records == plain, "the core exchanges nothing"
+    assert records == plain, "the core has no exchange"
     assert all(map(torch.equal, found, expected))
 
     found, records = _bits_and_records("full")
     assert all(map(torch.equal, found, expected))
     assert records[: len(first)] == first
-    # Backward needs nothing of the scatter at a layer's end, which recomputation may leave out.
+    # Backward does not need the scatter at a layer's end, which recomputation may leave out.
     assert len(records) - len(plain) in (len(forward), len(forward) - 2)
 
 
@@ -396,7 +396,7 @@ def test_logits_of_any_size_are_summed_over_the_vocabulary_chunk_by_chunk(
     group = TensorGroup(dist.group.WORLD)
     hidden = torch.randn(3, 7, 16, generator=generator).to(dtype)
     weight = torch.randn(40, 16, generator=generator).to(dtype)
-    # Beyond the exponential's range, and far above or below those of the other rank.
+    # Beyond the exponential's range, and far above or below the other rank's logits.
     weight[:20] *= 30
     labels = torch.randint(40, (3, 7), generator=generator)
     token_weights = torch.rand(3, 7, generator=generator)
@@ -429,7 +429,7 @@ def test_a_token_outside_of_the_vocabulary_is_an_error_on_every_rank() -> None:
 
 
 @on_ranks(4)
-def test_what_ranks_cannot_divide_is_an_error_before_anything_is_divided() -> None:
+def test_indivisible_layers_are_an_error_before_any_is_divided() -> None:
     for options, vocab_size, told in [
         ({"num_attention_heads": 6, "num_query_groups": 6, "kv_channels": 4}, VOCAB, "6 attention"),
         (

@@ -111,7 +111,7 @@ def test_a_layers_weights_are_freed_after_its_forward_unless_told_otherwise():
 
 
 @on_ranks(1)
-def test_a_mesh_of_two_axes_is_refused() -> None:
+def test_a_mesh_of_two_axes_is_rejected() -> None:
     with pytest.raises(ValueError, match="Expected a mesh with one axis, got 2 axes"):
         shard_model(
             make_model(),
@@ -141,7 +141,7 @@ def test_fp32_modules_are_groups_of_their_own_where_the_others_have_16_bits() ->
 
 
 @on_ranks(1)
-def test_an_fp32_module_with_inner_parameters_is_refused() -> None:
+def test_an_fp32_module_with_inner_parameters_is_rejected() -> None:
     """They would be fp32 too."""
     model = make_model()
     model.decoder.layers[0].scale = Scale(nn.Linear(2, 2))

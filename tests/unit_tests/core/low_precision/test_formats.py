@@ -94,7 +94,7 @@ def test_any_number_is_rounded_as_exact_arithmetic_rounds_it(name: str, number: 
 
 
 @given(number=FP32)
-def test_casts_are_those_of_pytorch_below_its_overflow(number: float) -> None:
+def test_casts_match_pytorch_below_its_overflow(number: float) -> None:
     value = torch.tensor([number])
     assert (
         encode(value, E4M3).float().item() == value.clamp(-448, 448).to(E4M3.dtype).float().item()

@@ -56,7 +56,7 @@ def leaves(*shapes: tuple[int, ...]) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_outputs_and_gradients_are_those_of_the_quantised_operands(name: str) -> None:
+def test_outputs_and_gradients_match_the_quantised_operands(name: str) -> None:
     recipe = recipe_named(name)
     inputs, weight, bias, gradient = leaves((2, 20, 40), (50, 40), (50,), (2, 20, 50))
     output = linear(recipe, inputs, weight, bias)

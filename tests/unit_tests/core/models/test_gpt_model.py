@@ -174,7 +174,7 @@ def test_autocast_trains_a_model_as_fp32_does_but_for_roundings(changes: dict[st
         assert (a - b).norm() < 0.05 * b.norm() + 1e-5
 
 
-def test_inputs_that_do_not_fit_are_refused() -> None:
+def test_inputs_that_do_not_fit_are_rejected() -> None:
     model = _model(_config(max_position_embeddings=12))
     tokens, labels = _batch()
     model(tokens, labels)

@@ -111,7 +111,7 @@ def test_a_config_says_what_is_computed_and_takes_no_token_ids_from_the_architec
         ({**MIXTURE, "moe_expert_rows": "inputs"}, "--moe-expert-rows"),
     ],
 )
-def test_what_no_architecture_computes_is_refused_by_its_flag(fields, flags):
+def test_what_no_architecture_computes_is_rejected_by_its_flag(fields, flags):
     with pytest.raises(
         ConfigError,
         match=f"^{flags}: expected a GPT that an architecture of the transformers library",

@@ -108,7 +108,7 @@ def test_a_rank_without_any_gradient_takes_part_in_the_sum_of_those_that_have_so
 
 
 @on_ranks(1)
-def test_a_gradient_that_is_not_yet_reduced_is_refused() -> None:
+def test_a_gradient_that_is_not_yet_reduced_is_rejected() -> None:
     mesh = init_device_mesh("cpu", (1,))
     made = nn.Parameter(distribute_tensor(torch.zeros(2), mesh, [Replicate()]))
     made.grad = DTensor.from_local(torch.zeros(2), mesh, [Partial()])

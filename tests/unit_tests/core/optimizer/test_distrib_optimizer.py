@@ -114,7 +114,7 @@ def test_the_constants_reach_both_sides():
 
 
 @pytest.mark.parametrize("choice", ["te", "apex"])
-def test_others_implementations_are_refused_on_the_cpu_and_where_they_are_not_installed(
+def test_others_implementations_are_rejected_on_the_cpu_and_where_they_are_not_installed(
     choice, monkeypatch
 ):
     config = OptimizerConfig(gpu_optimizer=choice)
@@ -175,7 +175,7 @@ def test_others_implementations_are_refused_on_the_cpu_and_where_they_are_not_in
     ],
     ids=str,
 )
-def test_settings_that_nothing_would_honour_are_refused(settings):
+def test_settings_that_nothing_would_honour_are_rejected(settings):
     with pytest.raises(ConfigError, match="--"):
         OptimizerConfig(**settings)
 
@@ -319,7 +319,7 @@ def test_a_step_that_was_planned_ahead_gives_the_same_bits(settings: dict[str, A
 
 
 @pytest.mark.parametrize("settings", PLANNED, ids=str)
-def test_a_plan_that_is_not_carried_out_changes_nothing(settings):
+def test_a_plan_that_is_not_carried_out_has_no_effect(settings):
     model = Model()
     optimizer = build_optimizer(model, OptimizerConfig(**settings), lr=0.1, num_local_ranks=1)
     before = weights(model)
@@ -379,7 +379,7 @@ def test_other_optimizers_plan_nothing_ahead():
     assert optimizer.plan_step() is None
 
 
-def test_a_gradient_that_cannot_be_stepped_with_is_refused_by_the_plan():
+def test_a_gradient_that_cannot_be_stepped_with_is_rejected_by_the_plan():
     for settings in PLANNED:
         model = Model()
         optimizer = build_optimizer(model, OptimizerConfig(**settings), lr=0.1, num_local_ranks=1)

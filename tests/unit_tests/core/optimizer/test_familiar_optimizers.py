@@ -420,7 +420,7 @@ def with_gradients(value: float) -> nn.Module:
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_gradients_whose_norm_is_not_finite_are_refused_and_change_nothing(
+def test_gradients_whose_norm_is_not_finite_are_rejected_and_change_nothing(
     name: str, value: float
 ) -> None:
     model = with_gradients(value)

@@ -302,7 +302,7 @@ MASTERS_AS_REMAINDERS = {"master_weights": True, "store_param_remainders": True}
 
 
 @pytest.mark.parametrize(("before", "after"), [(F32, BF16), (BF16, F32)])
-def test_a_model_that_is_cast_after_a_step_goes_on_or_raises_what_to_do(before, after):
+def test_a_model_that_is_cast_after_a_step_continues_or_raises_what_to_do(before, after):
     """As precision plugins do that convert the module, with `.to(dtype)`, after the optimizer was
     made.
     """

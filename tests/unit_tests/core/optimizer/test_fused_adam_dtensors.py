@@ -161,7 +161,7 @@ def test_states_of_parameters_that_two_axes_cut_are_cut_by_both() -> None:
 
 
 @on_ranks(2)
-def test_gradients_and_states_that_are_distributed_otherwise_are_refused() -> None:
+def test_gradients_and_states_that_are_distributed_otherwise_are_rejected() -> None:
     owned, whole = dtensor_parameters("Shard")
     optimizer = FusedAdam(owned[:1], use_decoupled_grad=True)
     owned[0].decoupled_grad = torch.zeros(8, 4)
@@ -255,7 +255,7 @@ def _fully_sharded(strategy: str, options: dict[str, Any]) -> None:
 @pytest.mark.parametrize("options", [{}, {"exp_avg_dtype": F8, "exp_avg_sq_dtype": F16}], ids=str)
 @pytest.mark.parametrize("strategy", ["no_shard", "optim", "optim_grads_params"])
 @pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.wide)])
-def test_states_of_fully_sharded_parameters_are_like_them_and_steps_are_those_of_one_rank(
+def test_states_of_fully_sharded_parameters_are_like_them_and_steps_match_one_rank(
     world_size, strategy, options
 ):
     run_ranks(world_size, _fully_sharded, strategy, options)
@@ -340,7 +340,7 @@ def test_compute_weights_follow_main_weights_on_the_host_that_are_stepped_there(
 
 
 @on_ranks(2)
-def test_partial_gradients_are_refused() -> None:
+def test_partial_gradients_are_rejected() -> None:
     model, context = sharded("optim")
     optimizer = FusedAdam(model.parameters())
     with microbatch(context, is_last=False):

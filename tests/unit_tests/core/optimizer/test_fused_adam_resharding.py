@@ -180,7 +180,7 @@ def test_states_of_other_rules_load_on_other_ranks_and_on_the_other_side(
         pytest.param("optim", 2, 4, marks=pytest.mark.wide),
     ],
 )
-def test_a_run_that_goes_on_with_other_ranks_agrees_with_one_that_always_had_them(
+def test_a_run_that_continues_with_other_ranks_agrees_with_one_that_always_had_them(
     tmp_path, saving, loading, strategy, options, tolerance, is_exact
 ):
     path = str(tmp_path / "checkpoint")

@@ -40,12 +40,12 @@ from tests.unit_tests.core.optimizer.helpers.adam_runs import (
     ],
     ids=str,
 )
-def test_options_that_cannot_be_honoured_are_refused(options, error, message):
+def test_options_that_cannot_be_honoured_are_rejected(options, error, message):
     with pytest.raises(error, match=message):
         FusedAdam(parameters((4,)), **options)
 
 
-def test_a_parameter_of_another_dtype_is_refused_and_not_kept():
+def test_a_parameter_of_another_dtype_is_rejected_and_not_kept():
     optimizer = FusedAdam(parameters((4,)))
     with pytest.raises(ValueError, match=r"Expected parameters of .*, got torch.float64 at 0"):
         optimizer.add_param_group({"params": parameters((4,), dtype=torch.float64)})
@@ -92,7 +92,7 @@ ALL_OPTIONS = [
 
 
 @pytest.mark.parametrize("options", ALL_OPTIONS, ids=str)
-def test_a_loaded_state_dict_gives_the_bits_back_and_goes_on_alike(options):
+def test_a_loaded_state_dict_gives_the_bits_back_and_continues_alike(options):
     ours, theirs = (parameters((16, 5), (3,), dtype=BF16) for _ in range(2))
     optimizer, fresh = (
         FusedAdam(ours, lr=0.1, **options),
@@ -163,7 +163,9 @@ def _rename(state: dict[str, Any]) -> None:
     ],
 )
 @pytest.mark.parametrize("is_fresh", [True, False])
-def test_a_state_dict_that_does_not_fit_is_refused_and_nothing_is_changed(spoil, message, is_fresh):
+def test_a_state_dict_that_does_not_fit_is_rejected_and_nothing_is_changed(
+    spoil, message, is_fresh
+):
     ours, theirs = (parameters((16, 5), (3,)) for _ in range(2))
     optimizer, other = FusedAdam(ours, lr=0.1), FusedAdam(theirs, lr=0.2)
     train(optimizer, ours, 0, 2)
@@ -201,7 +203,7 @@ def test_state_dicts_of_torch_adamw_and_of_transformer_engine_are_understood():
         assert all(torch.equal(own, their) for own, their in zip(ours, theirs, strict=True))
 
 
-def test_a_state_dict_from_before_the_first_step_begins_anew():
+def test_a_state_dict_from_before_the_first_step_starts_anew():
     owned, others = (parameters((4,), dtype=BF16) for _ in range(2))
     optimizer = FusedAdam(owned, master_weights=True, exp_avg_dtype=F8)
     train(optimizer, owned, 0, 2)
@@ -221,7 +223,7 @@ def _saved_and_loaded(pair: Any) -> Any:
 
 @pytest.mark.parametrize("options", ALL_OPTIONS, ids=str)
 @pytest.mark.parametrize("copied_by", [copy.deepcopy, _saved_and_loaded])
-def test_a_copy_goes_on_as_the_original_does_and_leaves_it_alone(copied_by, options):
+def test_a_copy_continues_as_the_original_does_and_leaves_it_alone(copied_by, options):
     owned = parameters((5, 7), (9,), dtype=BF16)
     optimizer = FusedAdam([{"params": owned[:1], "lr": 0.1}, {"params": owned[1:]}], **options)
     train(optimizer, owned, 0, 2)

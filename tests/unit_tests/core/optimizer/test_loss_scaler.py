@@ -65,7 +65,9 @@ def test_the_scale_is_the_references_after_every_step(settings, steps):
 
 @given(SETTINGS, st.lists(st.booleans(), max_size=20), st.lists(st.booleans(), max_size=20))
 @example({"loss_scale_window": 3, "hysteresis": 3}, [CLEAN, INF, CLEAN, CLEAN], [CLEAN, INF, INF])
-def test_a_scaler_that_goes_on_from_its_state_in_a_file_is_the_same_scaler(settings, before, after):
+def test_a_scaler_that_continues_from_its_state_in_a_file_is_the_same_scaler(
+    settings, before, after
+):
     config = OptimizerConfig(**settings)
     _, scaler = scales(build_loss_scaler(config), before)
     resumed = build_loss_scaler(config).from_state(json.loads(json.dumps(scaler.state())))
@@ -131,7 +133,7 @@ GOOD = {"scale": 8.0, "growth_tracker": 1, "hysteresis_tracker": 2}
     ],
     ids=lambda changes: str(changes)[:40],
 )
-def test_a_state_that_is_none_is_refused_and_names_the_field(changes):
+def test_a_state_that_is_none_is_rejected_and_names_the_field(changes):
     scaler = build_loss_scaler(OptimizerConfig())
     assert scaler.from_state(GOOD).scale == 8.0
     assert scaler.from_state({**GOOD, "hysteresis_tracker": -3}).hysteresis_tracker == -3
@@ -141,7 +143,7 @@ def test_a_state_that_is_none_is_refused_and_names_the_field(changes):
 
 
 @pytest.mark.parametrize("state", [{"scale": 8.0}, {**GOOD, "other": 1}, [], None], ids=str)
-def test_a_state_of_other_fields_is_refused(state):
+def test_a_state_of_other_fields_is_rejected(state):
     with pytest.raises(ValueError, match="Expected a scale and two trackers, got"):
         build_loss_scaler(OptimizerConfig()).from_state(state)
 
@@ -157,6 +159,6 @@ def test_a_state_of_other_fields_is_refused(state):
     ],
     ids=str,
 )
-def test_settings_of_a_scaler_that_cannot_work_are_refused(settings, message):
+def test_settings_of_a_scaler_that_cannot_work_are_rejected(settings, message):
     with pytest.raises(ConfigError, match=message):
         OptimizerConfig(**settings)

@@ -22,7 +22,7 @@ def test_warm_up_is_linear_and_its_first_step_already_learns():
     assert [schedule(i) for i in range(6)] == [0.25, 0.5, 0.75, 1.0, 1.0, 1.0]
 
 
-def test_warm_up_may_begin_above_zero_and_be_a_fraction_of_the_decay():
+def test_warm_up_may_start_above_zero_and_be_a_fraction_of_the_decay():
     schedule = build(lr_warmup_fraction=0.02, lr_warmup_init=0.5, lr_decay_style="constant")
     assert [schedule(i) for i in range(3)] == [0.75, 1.0, 1.0]
 
@@ -105,7 +105,7 @@ WSD = build(lr_decay_style="WSD", lr_wsd_decay_iters=5, lr_warmup_iters=3)
     ],
     ids=lambda value: str(value)[:20],
 )
-def test_a_state_that_is_no_schedules_is_refused_and_names_the_field(schedule, name, value):
+def test_a_state_that_is_no_schedules_is_rejected_and_names_the_field(schedule, name, value):
     state = {**schedule.state(), name: value}
     # Another style makes other fields wrong.
     named = "wsd_style" if value == "linear" and name == "style" else name
@@ -114,7 +114,7 @@ def test_a_state_that_is_no_schedules_is_refused_and_names_the_field(schedule, n
 
 
 @pytest.mark.parametrize("state", [{"peak": 1.0}, {**WSD.state(), "other": 1}, [], None], ids=str)
-def test_a_state_of_other_fields_is_refused(state):
+def test_a_state_of_other_fields_is_rejected(state):
     with pytest.raises(ValueError, match=r"Expected the fields peak, least, style, .*, got "):
         LRSchedule.from_state(state)
 
@@ -150,6 +150,6 @@ def test_every_schedule_that_can_be_built_comes_back(style, warmup, wsd, least):
         ),
     ],
 )
-def test_phases_that_do_not_fit_are_refused(settings, message):
+def test_phases_that_do_not_fit_are_rejected(settings, message):
     with pytest.raises(ConfigError, match=message):
         build(**settings)

@@ -51,7 +51,7 @@ def relative(found: torch.Tensor, expected: torch.Tensor) -> float:
 @pytest.mark.parametrize("nesterov", [True, False])
 @pytest.mark.parametrize("scale_mode", ["match_rms_adamw", "original"])
 @pytest.mark.parametrize("factor", [1.0, 0.25])
-def test_fifty_steps_are_those_of_torchs_muon_and_adamw(monkeypatch, nesterov, scale_mode, factor):
+def test_fifty_steps_match_torchs_muon_and_adamw(monkeypatch, nesterov, scale_mode, factor):
     """`factor`: clipping, as a factor that is applied while gradients are read."""
     monkeypatch.setattr(products, "_SLOW_DTYPES", frozenset())
     matrices, others = parameters(MATRICES), parameters(OTHERS)

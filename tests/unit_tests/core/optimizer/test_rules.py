@@ -214,7 +214,7 @@ def test_a_pass_that_fails_ends_once_no_thread_writes_any_more():
     assert seen == [False]
 
 
-def test_a_forked_child_is_refused_instead_of_waiting_for_threads_that_it_does_not_have():
+def test_a_forked_child_is_rejected_instead_of_waiting_for_threads_that_it_does_not_have():
     kernel = torch_flat.pooled(SGD.update, 1)
     kernel([pieces_of(SGD(), 100)], 1.0)
     child = os.fork()

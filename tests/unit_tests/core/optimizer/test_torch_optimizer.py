@@ -108,7 +108,7 @@ def assert_same(model: nn.Module, other: nn.Module) -> None:
 
 
 @pytest.mark.parametrize("name", CLASSES)
-def test_allocating_states_before_the_first_step_changes_nothing(name: str) -> None:
+def test_allocating_states_before_the_first_step_has_no_effect(name: str) -> None:
     cls, options = getattr(torch.optim, name), CLASSES[name]
     expected = net()
     step(expected, cls(groups(expected), **options), range(3))

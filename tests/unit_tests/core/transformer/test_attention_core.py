@@ -112,7 +112,7 @@ specs = st.builds(
     has_grouped_kernel=st.booleans(),
     seed=st.integers(0, 2**31),
 )
-def test_output_and_gradients_are_those_of_the_formula(
+def test_output_and_gradients_match_the_formula(
     spec: AttentionSpec, seq_length: int, rows: int, has_grouped_kernel: bool, seed: int
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
@@ -350,7 +350,7 @@ def test_values_are_widened_only_for_kernels_that_want_one_width(
 
 
 @pytest.mark.parametrize("scale", [3e-4, 1e3])
-def test_a_sink_keeps_its_logit_whatever_the_scale(scale: float) -> None:
+def test_a_sink_keeps_its_logit_regardless_of_the_scale(scale: float) -> None:
     """Divided by the small one, the logits would be beyond the range of fp16."""
     errors = _errors_by_sink([-20.0, 0.5, 2.0, 25.0], torch.float16, scale, None)
     assert errors.max() < 8 * torch.finfo(torch.float16).eps

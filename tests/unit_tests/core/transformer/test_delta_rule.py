@@ -298,7 +298,7 @@ def test_no_sequences_and_no_positions_give_nothing() -> None:
         assert output.shape == query.grad.shape == (*shape, 2, 4)
 
 
-def test_inputs_that_do_not_fit_are_refused() -> None:
+def test_inputs_that_do_not_fit_are_rejected() -> None:
     query, key, value, log_decay, beta = _inputs(0, 4)
     with pytest.raises(ValueError, match=r"got .*\(2, 4, 3\)"):
         gated_delta_rule(query, key, value, log_decay, beta[..., :3])

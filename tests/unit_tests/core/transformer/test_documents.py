@@ -118,7 +118,7 @@ def test_a_convolution_reads_zeros_before_each_document(
         ((10, 24), "end where a row ends"),
     ],
 )
-def test_documents_that_do_not_fill_the_rows_are_refused(
+def test_documents_that_do_not_fill_the_rows_are_rejected(
     lengths: tuple[int, ...], told: str
 ) -> None:
     tokens = torch.zeros(2, ROW, dtype=torch.int64)
@@ -135,7 +135,7 @@ def test_documents_that_do_not_fill_the_rows_are_refused(
         ((17, 10, 7), (-1, 7)),
     ],
 )
-def test_padding_that_is_not_the_end_of_a_row_is_refused(
+def test_padding_that_is_not_the_end_of_a_row_is_rejected(
     lengths: tuple[int, ...], padding: tuple[int, ...]
 ) -> None:
     with pytest.raises(ValueError, match="padding that is the last document of each row"):
@@ -166,7 +166,7 @@ def test_real_positions_of_parts_of_rows_are_counted_in_these() -> None:
     assert found[range(15, 17)] == ((0, 0), [])
 
 
-def test_positions_of_another_shape_and_empty_documents_are_refused() -> None:
+def test_positions_of_another_shape_and_empty_documents_are_rejected() -> None:
     tokens = torch.zeros(2, ROW, dtype=torch.int64)
     with pytest.raises(ValueError, match=r"positions of shape \(2, 17\), got \(17,\)"):
         build()(tokens, positions=torch.arange(ROW))

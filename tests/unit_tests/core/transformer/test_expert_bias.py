@@ -65,7 +65,7 @@ def test_a_model_without_such_biases_takes_any_loads_and_stays_as_it_is(model: n
     ],
     ids=str,
 )
-def test_loads_of_another_model_are_refused_and_move_nothing(load: torch.Tensor, got: str):
+def test_loads_of_another_model_are_rejected_and_move_nothing(load: torch.Tensor, got: str):
     model = nn.Sequential(router(), router())
     with pytest.raises(
         ValueError,

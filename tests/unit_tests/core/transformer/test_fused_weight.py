@@ -20,7 +20,7 @@ def test_sections_lie_one_after_the_other() -> None:
     assert [QKV.row_range(name) for name in QKV.names] == [(0, 8), (8, 12), (12, 16)]
 
 
-def test_bad_sections_are_refused() -> None:
+def test_bad_sections_are_rejected() -> None:
     with pytest.raises(ValueError, match="different names"):
         FusedWeight((("gate", 4), ("gate", 4)))
     with pytest.raises(ValueError, match="at least one row in section 'up', got 0"):

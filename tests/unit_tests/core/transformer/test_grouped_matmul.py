@@ -87,7 +87,7 @@ def _check_against_one_by_one(
 
 
 @given(counts=COUNTS, is_transposed=st.booleans())
-def test_product_and_gradients_are_those_of_each_token_by_itself(
+def test_product_and_gradients_match_each_token_by_itself(
     counts: list[int], is_transposed: bool
 ) -> None:
     _check_against_one_by_one(counts, torch.float64, is_transposed, 1e-12)
@@ -151,7 +151,7 @@ def test_autocast_narrows_products_and_gradients_come_back_wide() -> None:
         ((4, 3), (2, 3, 6), (2,), (2, 3)),
     ],
 )
-def test_shapes_that_do_not_fit_are_refused(
+def test_shapes_that_do_not_fit_are_rejected(
     tokens: tuple[int, ...],
     matrices: tuple[int, ...],
     counts: tuple[int, ...],
@@ -178,14 +178,14 @@ def test_the_kernel_is_found_by_trying_it() -> None:
 
 
 @pytest.mark.parametrize("counts", [[2, 1], [3, 2], [0, 0]])
-def test_counts_of_other_tokens_are_refused(counts: list[int]) -> None:
+def test_counts_of_other_tokens_are_rejected(counts: list[int]) -> None:
     tokens, matrices, _ = _inputs([2, 2])
     with pytest.raises(ValueError, match=f"add up to 4 tokens, got {sum(counts)}"):
         grouped_matmul(tokens, matrices, torch.tensor(counts))
 
 
 @pytest.mark.parametrize("other", [0, 1, 2])
-def test_other_dtypes_are_refused_but_under_autocast(other: int) -> None:
+def test_other_dtypes_are_rejected_but_under_autocast(other: int) -> None:
     counts = torch.tensor([2, 3])
     inputs = [x.float() for x in _inputs([2, 3])]
     inputs[other] = inputs[other].bfloat16()

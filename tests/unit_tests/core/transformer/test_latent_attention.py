@@ -108,7 +108,7 @@ def _reference(attention: LatentAttention, hidden: Tensor) -> Tensor:
     [SPEC, DIRECT, WIDE_VALUES, BARE],
     ids=["small", "queries without a latent", "wide values, halves", "no norms, no rotation"],
 )
-def test_output_and_gradients_are_those_of_the_formulas_written_out(
+def test_output_and_gradients_match_the_formulas_written_out(
     spec: LatentAttentionSpec,
 ) -> None:
     attention = _attention(spec)

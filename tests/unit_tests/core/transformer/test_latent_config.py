@@ -114,7 +114,7 @@ def test_layers_may_be_unrotated_or_delta_nets() -> None:
         ),
     ],
 )
-def test_options_that_mean_nothing_are_refused_by_flag(
+def test_options_that_mean_nothing_are_rejected_by_flag(
     changes: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ConfigError) as error:

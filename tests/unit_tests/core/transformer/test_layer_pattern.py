@@ -57,11 +57,11 @@ def test_a_repeated_list_is_what_python_makes_of_it(part: list[int], times: int)
         "",
     ],
 )
-def test_anything_else_is_refused_and_nothing_is_run(text: str) -> None:
+def test_anything_else_is_rejected_and_nothing_is_run(text: str) -> None:
     with pytest.raises(ConfigError, match=r"^--linear-attention-freq: expected a number"):
         layer_pattern(FLAG, text, 2, every_nth=False)
 
 
-def test_a_list_of_another_length_is_refused_with_both() -> None:
+def test_a_list_of_another_length_is_rejected_with_both() -> None:
     with pytest.raises(ConfigError, match=r"for --num-layers 4, got 3\."):
         layer_pattern(FLAG, "[1,0,1]", 4, every_nth=False)

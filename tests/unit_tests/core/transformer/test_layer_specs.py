@@ -93,7 +93,7 @@ def test_layers_without_rotation_are_every_nth_one() -> None:
     assert [attention.rotary for attention in _attentions(nowhere)] == [None, None]
 
 
-def test_rotary_scalings_are_those_of_the_options() -> None:
+def test_rotary_scalings_match_the_options() -> None:
     def scaling(**changes: object) -> object:
         rotary = _attentions(TransformerConfig(1, 64, 4, **changes))[0].rotary  # type: ignore[arg-type]
         assert rotary is not None

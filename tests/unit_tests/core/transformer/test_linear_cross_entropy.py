@@ -123,7 +123,7 @@ def test_any_number_of_tokens_in_any_chunks_with_any_weights(
     assert_close(drawn.weight.grad, of_weight * scale, torch.float32)
 
 
-def test_leading_dims_are_those_of_the_labels_and_losses_are_no_view() -> None:
+def test_leading_dims_match_the_labels_and_losses_are_no_view() -> None:
     given = inputs(num_tokens=36)
     expected = linear_cross_entropy(*given[:3])
     hidden = given.hidden.view(4, 9, WIDTH)
@@ -228,7 +228,7 @@ def test_autocast_decides_the_dtype_of_the_projection() -> None:
     assert given.weight.grad.dtype == torch.float32
 
 
-def test_a_second_backward_is_refused_where_the_first_has_given_the_gradients_away() -> None:
+def test_a_second_backward_is_rejected_where_the_first_has_given_the_gradients_away() -> None:
     given = inputs()
     loss = weighted_cross_entropy(*given).loss
     loss.backward(retain_graph=True)
@@ -239,7 +239,7 @@ def test_a_second_backward_is_refused_where_the_first_has_given_the_gradients_aw
     losses.backward()  # computes them again
 
 
-def test_gradients_of_the_gradient_are_refused() -> None:
+def test_gradients_of_the_gradient_are_rejected() -> None:
     given = inputs()
     for loss in (linear_cross_entropy(*given[:3]).sum(), weighted_cross_entropy(*given).loss):
         with pytest.raises(RuntimeError, match="cannot be differentiated"):
@@ -269,7 +269,7 @@ def test_labels_out_of_range_are_named(label: int) -> None:
         ({"token_weights": torch.zeros(NUM_TOKENS, dtype=torch.float64)}, "got torch.float64"),
     ],
 )
-def test_inputs_that_do_not_fit_are_refused(changed: dict[str, Any], told: str) -> None:
+def test_inputs_that_do_not_fit_are_rejected(changed: dict[str, Any], told: str) -> None:
     with pytest.raises(ValueError, match=told):
         weighted_cross_entropy(*inputs()._replace(**changed))
 

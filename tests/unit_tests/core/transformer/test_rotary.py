@@ -43,7 +43,7 @@ def test_channels_beyond_the_rotated_ones_pass_unchanged() -> None:
     assert not torch.equal(y[:, 1:, :, :8], x[:, 1:, :, :8])
 
 
-def test_angles_that_do_not_fit_are_refused() -> None:
+def test_angles_that_do_not_fit_are_rejected() -> None:
     angles = rotary_angles(_spec(), torch.arange(6))
     narrow = RotaryAngles(angles.cos.bfloat16(), angles.sin.bfloat16())
     with pytest.raises(ValueError, match="Expected angles of 5 positions"):
@@ -93,7 +93,7 @@ ABRUPT_YARN = YarnScaling(4.0, 64, 8.0, 8.0, 0.7, rounds_range=False)
     ],
 )
 @pytest.mark.parametrize(("dim", "base"), [(128, 500000.0), (64, 150000.0), (16, 10000.0)])
-def test_scaled_angles_are_those_of_the_transformers_library(
+def test_scaled_angles_match_the_transformers_library(
     scaling: RotaryScaling, published: dict[str, Any], dim: int, base: float
 ) -> None:
     transformers = pytest.importorskip("transformers")

@@ -69,7 +69,7 @@ def _assert_equal_choices(ours: Router, theirs: nn.Module, hidden: Tensor) -> No
     ("kind", "config"),
     [(Qwen3MoeTopKRouter, Qwen3MoeConfig), (OlmoeTopKRouter, OlmoeConfig)],
 )
-def test_choices_and_weights_of_a_softmax_over_all_are_those_of_transformers(
+def test_choices_and_weights_of_a_softmax_over_all_match_transformers(
     kind: type[nn.Module], config: Any, is_normalized: bool
 ) -> None:
     ours = _router(**{**SOFTMAX_FIRST, "is_normalized": is_normalized})
@@ -82,7 +82,7 @@ def test_choices_and_weights_of_a_softmax_over_all_are_those_of_transformers(
     _assert_equal_choices(ours, _theirs_of(kind, theirs, ours), _hidden())
 
 
-def test_choices_and_weights_of_a_softmax_over_the_chosen_are_those_of_transformers() -> None:
+def test_choices_and_weights_of_a_softmax_over_the_chosen_match_transformers() -> None:
     ours = _router(has_bias=True)
     config = GptOssConfig(hidden_size=HIDDEN, num_local_experts=EXPERTS, num_experts_per_tok=4)
     _assert_equal_choices(ours, _theirs_of(GptOssTopKRouter, config, ours), _hidden())
@@ -94,7 +94,7 @@ def test_choices_and_weights_of_a_softmax_over_the_chosen_are_those_of_transform
     [(DeepseekV3TopkRouter, DeepseekV3Config), (Glm4MoeTopkRouter, Glm4MoeConfig)],
 )
 @pytest.mark.parametrize("is_normalized", [False, True])
-def test_choices_and_weights_of_sigmoids_in_groups_are_those_of_transformers(
+def test_choices_and_weights_of_sigmoids_in_groups_match_transformers(
     kind: type[nn.Module], config: Any, num_groups: int, is_normalized: bool
 ) -> None:
     ours = _router(

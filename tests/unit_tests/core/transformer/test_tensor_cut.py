@@ -54,7 +54,7 @@ def cases(draw: st.DrawFn) -> Case:
 
 
 @given(cases())
-def test_stored_shapes_are_those_of_the_parts_one_after_the_other(case: Case) -> None:
+def test_stored_shapes_match_the_parts_one_after_the_other(case: Case) -> None:
     assert case.stored.shape == case.cut.stored_shape(case.shape, case.num_parts)
     assert case.cut.global_shape(case.stored.shape, case.num_parts) == case.shape
     for part in case.parts:

@@ -143,7 +143,7 @@ def test_tensors_that_do_not_divide_and_duplicates_are_one_error(tmp_path):
     pairs=st.integers(1, 3),
     turned=st.sampled_from([1.0, 0.5]),
 )
-def test_rows_of_fused_and_interleaved_heads_equal_those_of_reshapes(
+def test_rows_of_fused_and_interleaved_heads_match_reshapes(
     tmp_path_factory, groups, per_group, pairs, turned
 ):
     """The rows as a tensor that holds their own numbers, divided with torch."""

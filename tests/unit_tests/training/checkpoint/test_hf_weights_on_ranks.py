@@ -185,7 +185,7 @@ def test_a_rank_without_access_to_the_files_is_one_error_on_all(tmp_path: Path) 
     assert zero == f"rank 1: {one}"
 
 
-def test_a_rank_that_cannot_write_is_one_error_on_all_and_leaves_nothing(tmp_path):
+def test_a_rank_that_cannot_write_is_one_error_on_all_and_leaves_no_files(tmp_path):
     def save(failing: int, what: str, name: str) -> str:
         def before(operation: Operation) -> None:
             is_it = operation.what == what and operation.path.name.endswith(name)
@@ -215,7 +215,7 @@ def test_a_rank_that_cannot_write_is_one_error_on_all_and_leaves_nothing(tmp_pat
         ({"max_shard_bytes": 10**9}, {"max_shard_bytes": 8000}),
     ],
 )
-def test_ranks_with_different_arguments_write_nothing(tmp_path, options, others):
+def test_ranks_with_different_arguments_write_no_files(tmp_path, options, others):
     def save() -> str:
         asked = options if dist.get_rank() == 0 else others
         with pytest.raises(CheckpointError) as caught:

@@ -31,7 +31,7 @@ def shown(caplog, monkeypatch):
     return caplog
 
 
-def test_a_line_says_when_what_who_and_after_how_many_restarts(tmp_path):
+def test_a_line_has_the_time_event_rank_and_number_of_restarts(tmp_path):
     events = EventLog(tmp_path / "run", rank=3, restart=2, clock=lambda: 1e9 + 0.25)
     # Fields may have the names of the parameters.
     events.write(EventKind.RESUME, kind="x", self=1, seconds=0.1 + 0.2, norm=math.nan)
@@ -66,7 +66,7 @@ def test_without_a_folder_events_are_dropped(tmp_path, monkeypatch, shown):
     assert shown.records == []
 
 
-def test_the_heartbeat_is_replaced_whole_and_nothing_else_is_left(tmp_path):
+def test_the_heartbeat_is_replaced_atomically_without_leftover_files(tmp_path):
     folder = tmp_path / "run"
     assert read_heartbeat(folder) is None
     events = EventLog(folder, restart=4, clock=lambda: 2.0)

@@ -136,7 +136,7 @@ def test_any_text_is_a_specification_or_a_configuration_error(text):
 # Moments.
 
 
-def test_without_the_flag_nothing_is_done_or_written(tmp_path, struck):
+def test_without_the_flag_no_fault_is_injected_and_no_event_written(tmp_path, struck):
     none = injections(tmp_path)
     for phase in PHASES:
         none.at(phase, 1)

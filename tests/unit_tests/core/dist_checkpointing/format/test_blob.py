@@ -105,7 +105,7 @@ def test_frame_and_data_are_a_blob_that_loads_bit_equal(dtype, shape):
 
 @settings(max_examples=200, deadline=None)
 @given(st.sampled_from(DTYPES), shapes(max_numel=1 << 45))
-def test_lengths_are_those_of_torch_save_at_any_size(dtype, shape):
+def test_lengths_match_torch_save_at_any_size(dtype, shape):
     assert blob_layout(dtype, shape).nbytes == nbytes_that_torch_saves(dtype, shape)
 
 

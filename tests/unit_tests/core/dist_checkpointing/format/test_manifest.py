@@ -56,7 +56,7 @@ def test_a_manifest_is_read_as_it_was_written(manifest: Manifest):
     assert content.count(b"\n") == len(manifest.digests) + 2
 
 
-def test_a_marker_is_read_as_it_was_written_whatever_the_order_of_its_files():
+def test_a_marker_is_read_as_it_was_written_regardless_of_the_order_of_its_files():
     written = marker(3)
     assert Marker.from_bytes(written.to_bytes(), "here") == written
     turned = dataclasses.replace(written, files=dict(reversed(written.files.items())))

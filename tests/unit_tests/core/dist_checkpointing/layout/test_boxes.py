@@ -83,7 +83,7 @@ def test_boxes_without_elements_have_no_overlaps():
 
 
 @given(SHAPES)
-def test_strides_are_those_of_a_contiguous_tensor(shape: tuple[int, ...]):
+def test_strides_match_a_contiguous_tensor(shape: tuple[int, ...]):
     assert row_major_strides(shape) == torch.empty(shape).stride()
 
 

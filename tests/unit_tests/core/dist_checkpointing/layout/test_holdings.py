@@ -172,7 +172,7 @@ def test_the_example_in_the_note_is_right():
     st.lists(st.integers(1, 4), min_size=1, max_size=3),
     st.data(),
 )
-def test_even_shards_are_those_of_pytorch(shape, mesh_shape, data):
+def test_even_shards_match_pytorch(shape, mesh_shape, data):
     dims = [data.draw(st.one_of(st.none(), st.integers(0, len(shape) - 1))) for _ in mesh_shape]
     mesh = RankMesh(
         tuple(mesh_shape), tuple(data.draw(st.permutations(range(math.prod(mesh_shape)))))

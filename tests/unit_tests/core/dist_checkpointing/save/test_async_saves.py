@@ -1,5 +1,5 @@
-"""Saves during training: the saved values are those at the start of the save, training is not
-changed, only updates of what is still to be read wait, and a save may end early.
+"""Saves during training: they have the values at the start of the save and do not change training,
+only updates of tensors that are still to be read wait, and a save may end early.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ def _saves_values(
     seeds: Sequence[int],
     options: dict[str, Any],
 ) -> None:
-    """`options` are those of the optimizer that is saved, and change no value."""
+    """`options` belong to the saved optimizer, and change no value."""
     streamed_pass.SLOT_NUMEL = SLOT
     expected = _train(fraction, with_states)
     assert not is_same(expected.saved[0], expected.saved[1])
@@ -243,7 +243,7 @@ def _the_device_is_held_back(fraction: float | None, unit: int, root: Path) -> N
         for group in contents.groups
         if group.unit is not None and group.unit.updated is None
     ]
-    assert len(on_device) == (4 if fraction is None else 2), "the layers, and what the root has"
+    assert len(on_device) == (4 if fraction is None else 2), "the layers, and the root's group"
     gate, held = hold_back(contents, unit)
     with saving(root) as manager:
         manager.save(1, contents, {})

@@ -90,7 +90,7 @@ def assert_same(got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor])
 
 
 def test_the_ranks_of_a_machine_divide_what_a_manager_stages_in(tmp_path, monkeypatch):
-    """Whatever the environment says: programs with ranks of their own set no LOCAL_WORLD_SIZE."""
+    """Independent of the environment: programs that start their ranks set no LOCAL_WORLD_SIZE."""
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "64")
     monkeypatch.setattr(
         HostLimits, "read", classmethod(lambda _: HostLimits(80 * BUFFER_BYTES, None))
@@ -105,7 +105,7 @@ def test_the_ranks_of_a_machine_divide_what_a_manager_stages_in(tmp_path, monkey
     assert staged == {1: 20, 4: 5, 8: 2}
 
 
-def test_what_is_saved_is_found_and_loaded_from_either_store(root):
+def test_a_saved_checkpoint_is_found_and_loaded_from_either_store(root):
     model, optimizer = trained(seed=0)
     saved = {}
     with CheckpointManager.start(root, DEVICE) as manager:
@@ -213,7 +213,7 @@ def test_ranks_that_start_together_sweep_unpublished_drafts_and_no_other_directo
 def _of_two_ranks(
     root: str, rank: int, model: nn.Module, optimizer: FusedAdam
 ) -> CheckpointManager:
-    """A manager that has begun to save, as one of two ranks in this process."""
+    """A manager with a save in flight, as one of two ranks in this process."""
     manager = CheckpointManager(open_store(root), DEVICE, rank, 2, "token", timeout_seconds=120.0)
     contents = collect(model, optimizer, rank=rank, world_size=2)
     if rank == 1:
@@ -221,7 +221,7 @@ def _of_two_ranks(
     return manager
 
 
-def test_a_rank_that_leaves_while_rank_zero_publishes_takes_nothing_with_it(
+def test_a_rank_that_leaves_while_rank_zero_publishes_does_not_affect_the_save(
     root, monkeypatch, caplog
 ):
     monkeypatch.setattr(logging.getLogger("megatron"), "propagate", True)
@@ -248,7 +248,7 @@ def test_a_rank_that_leaves_while_rank_zero_publishes_takes_nothing_with_it(
 
 
 class _DownError(Exception):
-    """What a remote file system raises, which is no OSError."""
+    """An error of a remote file system, which is not an OSError."""
 
 
 EVERYTHING = ("open_data", "write", "exists", "make_folder", "read", "files")
@@ -285,7 +285,7 @@ def _raising(error: Exception):
     return fail
 
 
-def test_what_comes_after_the_publication_cannot_fail_it(root, monkeypatch, caplog):
+def test_errors_after_the_publication_do_not_fail_the_save(root, monkeypatch, caplog):
     monkeypatch.setattr(logging.getLogger("megatron"), "propagate", True)
     model, optimizer = trained(seed=0)
     with CheckpointManager.start(root, DEVICE, retention=Retention(keep_last=1)) as manager:
@@ -308,7 +308,7 @@ def test_what_comes_after_the_publication_cannot_fail_it(root, monkeypatch, capl
                 f"is published, but {TRACKER_FILE} may still name another: the network is down"
                 in caplog.text
             )
-            assert published_iterations(store) == [1, 2], "what the tracker names must not go"
+            assert published_iterations(store) == [1, 2], "the tracker's checkpoint must stay"
             assert latest_iteration(store) == 2
         with monkeypatch.context() as patch:
             patch.setattr(manager.store, "folders", _raising(_DownError("the network is down")))

@@ -216,7 +216,7 @@ def _saved_before_the_first_step(path: str, engine: str) -> None:
 
 
 @pytest.mark.parametrize("engine", [FSDP2, "optim_grads_params"])
-def test_saving_before_the_first_step_changes_nothing(tmp_path, engine):
+def test_saving_before_the_first_step_has_no_effect(tmp_path, engine):
     """PyTorch's helper allocates the states by taking a step, which must not count."""
     run_ranks(2, _saved_before_the_first_step, str(tmp_path / "checkpoint"), engine)
 

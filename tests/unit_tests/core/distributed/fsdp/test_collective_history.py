@@ -156,7 +156,7 @@ def test_the_host_waits_for_room_only_for_groups_that_take_memory() -> None:
 
 
 def _gradients_differ(strategy: str) -> list[str]:
-    """What ranks are told when one lacks a parameter's gradient, and when one lacks a group's."""
+    """The errors of ranks when one lacks a parameter's gradient, and when one lacks a group's."""
     model, told = Pairs(), []
     context = shard(model, strategy)
     backward(model)
@@ -283,7 +283,7 @@ class Program:
 
 
 def _wait_for_each_other(*actions: tuple[str, str]) -> str:
-    """Rank r begins with the r-th action. Once both wait, each does what the other waits for."""
+    """Rank r starts with the r-th action. Once both wait, each does the other's action."""
     program, device, rank = Program(), Device("cpu"), dist.get_rank()
     apart, errors = dist.new_group(), []
 
@@ -326,13 +326,13 @@ def test_ranks_that_are_in_different_collectives_wait_by_name_and_mix_no_data(ac
     ]
 
 
-# What is right stays right
+# Ranks that agree
 
 
 def _gradients_of_microbatches(
     model: Pairs, uses: Sequence[tuple[bool, bool]], context: FsdpContext | None = None
 ) -> None:
-    """A step of microbatches in which b learns and uses its second parameter, or not."""
+    """A step of microbatches in which b is trained and uses its second parameter, or not."""
     clear_gradients(model)
     for number, (model.b.learns, model.b.uses_second) in enumerate(uses):
         if context is None:
@@ -582,7 +582,7 @@ def _steps(loop: str, differs: bool, strategy: str = "optim_grads_params") -> tu
     except RuntimeError as error:
         outcome = str(error)
     if outcome and loop != "train_step":
-        # A program that goes on regardless does not train on this step's gradients.
+        # A program that ignores the error does not train on this step's gradients.
         assert all(parameter.grad is None for parameter in model.parameters())
     after = [parameter.to_local() for parameter in model.parameters()]
     return outcome, all(map(torch.equal, before, after))
@@ -639,7 +639,7 @@ def test_a_step_ends_before_weights_change_when_ranks_disagree(loop, strategy):
     for outcome, is_unchanged in run_ranks(2, _steps, loop, True, strategy):
         assert "rank 1 reduced the gradients of b without any for b.second" in outcome
         assert is_unchanged
-    assert run_ranks(2, _steps, loop, False, strategy) == [("", False)] * 2, "those that agree step"
+    assert run_ranks(2, _steps, loop, False, strategy) == [("", False)] * 2, "ranks that agree step"
 
 
 # After an error
@@ -825,7 +825,7 @@ def _named_together(entries: Sequence[Sequence[tuple[int, ...]]]) -> str:
     with pytest.raises(RuntimeError) as caught:
         compare([history])
     assert all(group.is_recovered for group in groups.values())
-    compare([history])  # has nothing to compare any more
+    compare([history])  # has no actions left to compare
     return str(caught.value)
 
 

@@ -188,7 +188,7 @@ def test_an_average_of_fp16_does_not_overflow_on_the_way():
 
 
 @on_ranks(2)
-def test_what_overlaps_or_does_not_divide_is_refused_before_anything_is_sent() -> None:
+def test_what_overlaps_or_does_not_divide_is_rejected_before_anything_is_sent() -> None:
     group, rank = dist.group.WORLD, dist.get_rank()
     whole = torch.zeros(6)
     wrong_place = whole.chunk(2)[1 - rank]
@@ -261,7 +261,7 @@ def test_an_all_reduce_may_be_added_to_another_tensor_of_another_dtype(dtype):
 
 
 @on_ranks(2)
-def test_an_all_reduce_that_cannot_be_shared_out_is_refused() -> None:
+def test_an_all_reduce_that_cannot_be_shared_out_is_rejected() -> None:
     with pytest.raises(ValueError, match="same length, a multiple of 2, got 7 for 7"):
         collectives.all_reduce(
             torch.zeros(7), torch.zeros(7), dist.group.WORLD, Reduction(is_average=False)

@@ -72,7 +72,7 @@ class Collective(NamedTuple):
 
     @property
     def sent_bytes(self) -> int:
-        """What a rank has to send to the one other rank of its group."""
+        """Bytes that a rank must send to the other rank of its group."""
         if self.what == "all_gather":
             return self.input_bytes
         if self.what == "reduce_scatter":
@@ -93,7 +93,7 @@ class Plan:
     last: Sequence[Collective] = ()
 
     def of_step(self, num_microbatches: int, num_last: int = 1) -> Counter[Collective]:
-        """Those of all layers in a step, without refreshing."""
+        """The collectives of all layers in a step, without refreshed weights."""
         each = [*self.forward, *self.backward, *self.microbatch]
         return _times(NUM_LAYERS, [*each * num_microbatches, *self.last * num_last])
 
@@ -105,9 +105,9 @@ def _times(count: int, calls: Sequence[Collective]) -> Counter[Collective]:
 def planned(
     name: str, numel: int, dtypes: str, *, reshards: bool = True, is_scoped: bool = True
 ) -> Plan:
-    """What a strategy cannot do without, where every axis of the mesh has two ranks."""
+    """The minimal collectives of a strategy, where every axis of the mesh has two ranks."""
     compute, sent, main = (dtype.itemsize for dtype in DTYPES[dtypes][:3])
-    # Sums, of microbatches or of ranks, go out as the policy says, and are not rounded to the
+    # Sums over microbatches or ranks are sent in the policy's dtype, and are not rounded to the
     # compute dtype again.
     summed = DTYPES[dtypes][3].resolve(DTYPES[dtypes][0]).grad_comm_dtype.itemsize
     half, quarter = numel // 2, numel // 4
@@ -142,7 +142,7 @@ class Wire(TorchDispatchMode):
         self.sent_bytes = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        # What a tensor's own operators send is seen only if they run while this mode is entered.
+        # Communication of a tensor's operators is recorded only if they run inside this mode.
         if any(issubclass(each, DTensor) for each in types):
             return NotImplemented
         if "c10d" in func.namespace:
@@ -168,7 +168,7 @@ class Traffic:
             call.sent_bytes * count for call, count in expected.items()
         )
         assert self.lane.operations == ({"c10d::send", "c10d::recv_"} if expected else set())
-        # The comparison of what ranks have done, before an optimizer's step.
+        # The comparison of the ranks' histories before an optimizer's step.
         assert self.thread.operations == ({"c10d::allreduce_"} if is_step else set())
 
 
@@ -223,7 +223,7 @@ def watched(context: FsdpContext, mesh: DeviceMesh) -> Iterator[Traffic]:
 
 
 class Trained:
-    """A model, its optimizer and what is known about them."""
+    """A model, its optimizer and their expected traffic."""
 
     def __init__(self, name: str, dtypes: str, *, reshards: bool = True) -> None:
         placements = PLACEMENTS[name]
@@ -293,7 +293,7 @@ def assert_alike(per_rank: list[Any]) -> None:
         *itertools.product(["hsdp", "hfsdp"], ["fp32", "bf16 to fp32"]),
     ],
 )
-def test_a_step_sends_what_its_strategy_cannot_do_without_and_nothing_else(name, dtypes):
+def test_a_step_sends_only_the_minimal_collectives_of_its_strategy(name, dtypes):
     assert_alike(run_ranks(_num_ranks(name), _sends, name, dtypes, True))
 
 
@@ -336,7 +336,7 @@ def test_a_layer_that_is_not_used_is_reduced_and_one_that_is_frozen_is_not() -> 
 
 
 @on_ranks(2)
-def test_whatever_goes_out_is_seen() -> None:
+def test_all_communication_is_recorded() -> None:
     """That nothing was seen means something: what these tests look with sees what goes out beside
     the engine.
     """

@@ -38,9 +38,7 @@ def distributed(placement, mesh: DeviceMesh | None = None, seed: int = 0) -> DBu
 
 
 def assert_holds(buffer: DBuffer, expected: list[torch.Tensor]) -> None:
-    """Every rank's rows of every tensor are those that the layout says, with the values of
-    `expected`.
-    """
+    """Asserts that each rank has the rows of its layout, with the values of `expected`."""
     for index, whole in enumerate(expected):
         chunk = buffer.chunk(index)
         rows = whole[chunk.first_row : chunk.first_row + chunk.num_rows]
@@ -63,7 +61,7 @@ def test_what_is_distributed_comes_back_whole_and_every_row_has_one_owner(world_
     rows = run_ranks(world_size, _gather)
     assert [sum(counts) for counts in zip(*rows, strict=True)] == [shape[0] for shape in SHAPES]
     assert world_size < 3 or any(0 in counts for counts in rows), (
-        "some rank holds nothing of some tensor"
+        "some rank has no rows of some tensor"
     )
 
 
@@ -151,7 +149,7 @@ def _number(mesh: DeviceMesh, placements: list, coordinate: tuple[int, ...]) -> 
 def _reduced(
     mesh: DeviceMesh, placements: list, wholes: list[list[torch.Tensor]]
 ) -> list[torch.Tensor]:
-    """What the partial values come to."""
+    """The reduced partial values."""
     partial_sizes = [
         size for size, p in zip(mesh.shape, placements, strict=True) if isinstance(p, Partial)
     ]
@@ -190,10 +188,8 @@ def test_local_tensors_and_dtensors_are_views_also_where_a_rank_holds_no_rows() 
 
 
 @on_ranks(1)
-def test_a_dtensor_over_host_memory_stays_there_whatever_the_meshs_device() -> None:
-    """The mesh says it is of another kind of device than the buffer, as a host buffer beside a GPU
-    mesh is.
-    """
+def test_a_dtensor_over_host_memory_stays_there_regardless_of_the_meshs_device() -> None:
+    """The mesh has another device type than the buffer, as with a host buffer and a GPU mesh."""
     mesh = line()
     buffer = DBuffer(mesh, [Flat()], SHAPES, torch.float32, "cpu")
     mesh._device_type = "xla"
@@ -205,7 +201,7 @@ def test_a_dtensor_over_host_memory_stays_there_whatever_the_meshs_device() -> N
 
 @on_ranks(3)
 def test_padding_is_zero_so_that_sums_over_the_flat_buffer_are_right() -> None:
-    torch.use_deterministic_algorithms(True)  # fills what is uninitialised with NaN
+    torch.use_deterministic_algorithms(True)  # fills uninitialised memory with NaN
     try:
         for placement in (Flat(), Replicate()):
             buffer = distributed(placement)

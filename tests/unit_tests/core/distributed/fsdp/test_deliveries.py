@@ -40,9 +40,7 @@ class Layer(nn.Linear):
 
 
 class IssuingLane:
-    """Does its work in the thread that queues it, and so waits there for what the work comes
-    after.
-    """
+    """Does its work in the thread that queues it, and so waits there for the work before it."""
 
     def __init__(self) -> None:
         self._lane = InlineLane(Device("cpu"))
@@ -57,7 +55,7 @@ class IssuingLane:
 
 
 class HeldDelivery:
-    """An update of a group's weights on a host lane that goes on once it is let, or fails after a
+    """An update of a group's weights on a host lane that continues once released, or fails after a
     while.
     """
 
@@ -90,7 +88,7 @@ def shard(strategy: str) -> tuple[nn.Sequential, FsdpContext, IssuingLane]:
     with torch.no_grad():
         model(
             torch.ones(1, DIM)
-        )  # after which nothing but a delivery is to be gathered where weights stay whole
+        )  # after which only a delivery is gathered where weights stay whole
     lane = context.gather_lane = context.reduce_lane = IssuingLane()
     context.lanes_issue_at_once = True
     return model, context, lane
@@ -147,7 +145,7 @@ def test_the_order_of_collectives_does_not_depend_on_when_a_rank_gets_its_delive
 
 
 def _begins_early(strategy: str) -> list[bool]:
-    """Whether what a postponed gather waits for was issued before the module ahead of it ran."""
+    """Whether the work that a postponed gather waits for was issued before the module ahead ran."""
     model, context, lane = shard(strategy)
     made: list[tuple[str, Event]] = []
     moment = "before"

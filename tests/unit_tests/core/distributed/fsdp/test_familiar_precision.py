@@ -19,7 +19,7 @@ BF16, FP32 = torch.bfloat16, torch.float32
 
 
 class Named(OrderedDict[str, Any]):
-    """A dict of one's own, as output classes are."""
+    """A subclass of dict, like output classes."""
 
 
 @dataclasses.dataclass
@@ -75,7 +75,7 @@ def test_dataclasses_are_cast_as_fsdp2_casts_them() -> None:
 
 
 def adapter() -> nn.Module:
-    """A frozen layer with one that learns."""
+    """A frozen layer with a trained one."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 2))
     model[0].requires_grad_(False)
@@ -100,7 +100,7 @@ def test_frozen_parameters_keep_their_values_under_fsdp2s_policy() -> None:
         outputs[-1].sum().backward()
         assert [p.grad is None for p in model.parameters()] == [True, True, False, False]
 
-        # What is written to the frozen weights is what the next forward computes with.
+        # The next forward uses the values written to the frozen weights.
         with torch.no_grad():
             for parameter in model[0].parameters():
                 parameter.add_(0.1)

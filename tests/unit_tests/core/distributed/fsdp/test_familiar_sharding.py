@@ -1,5 +1,5 @@
-"""`fully_shard` as users of Megatron-FSDP's experimental interface and of PyTorch's FSDP2 call it:
-it works, or says in one line what to write.
+"""`fully_shard` as users of Megatron-FSDP's experimental interface and PyTorch FSDP2 call it: it
+works, or raises an error of one line with the replacement.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from tests.helpers.ranks import on_ranks
 
 
 class Net(nn.Module):
-    """Layers that remember the dtypes of what they were given."""
+    """Layers that record the dtypes of their inputs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -106,7 +106,7 @@ def test_negative_axes_count_from_the_end() -> None:
 
 
 @on_ranks(2)
-def test_symmetric_memory_is_refused_by_name() -> None:
+def test_symmetric_memory_is_rejected_by_name() -> None:
     with (
         pytest.raises(NotImplementedError, match="Expected use_symmetric_memory=False"),
         fully_shard_context("cpu", use_symmetric_memory=True),
@@ -169,7 +169,7 @@ def test_ranks_outside_of_a_mesh_build_empty_buffers() -> None:
     buffer = DBuffer.distribute_tensors(tensors, mesh, [Flat()])
     assert (buffer.local_buffer.numel() > 0) == is_inside
 
-    # The same calls on every rank: those outside join no collective and get nothing.
+    # The same calls on every rank: ranks outside join no collective and get no rows.
     whole = buffer.redistribute([Replicate()])
     partial = DBuffer.from_local(whole.local_buffer, mesh, [Partial("avg")], whole.layout)
     for found in (
@@ -358,7 +358,7 @@ def test_what_is_not_offered_of_fsdp2_is_one_line_that_says_what_to_write() -> N
             fully_shard(layer, **options)
         assert "\n" not in str(caught.value)
 
-    # Nothing has happened to the layer by now, and what says "nothing" is taken.
+    # The errors have left the layer unchanged, and arguments without effect are accepted.
     sharded = fully_shard(layer, offload_policy=fsdp2.OffloadPolicy(), ignored_params=None)
     assert not sharded.parameter_groups[0].is_on_host
     on_host = fully_shard(nn.Linear(2, 2), offload_policy=OffloadPolicy(main_weights_on_host=True))

@@ -114,7 +114,7 @@ def units(model: nn.Module) -> Iterator[Any]:
     return (module for module in model.modules() if isinstance(module, FSDPModule))
 
 
-def test_every_method_of_fsdp2_is_ours() -> None:
+def test_every_method_of_fsdp2_is_overridden() -> None:
     """An inherited one would look for FSDP2's private state."""
     public = {name for name in vars(FSDPModule) if not name.startswith("__")}
     ours = {name for kind in (FsdpModule, *FsdpModule.__mro__[1:2]) for name in vars(kind)}
@@ -498,7 +498,7 @@ def _failing_in_backward(_: nn.Module, __: Any, out: torch.Tensor) -> None:
 
 
 @on_ranks(1)
-def test_a_program_may_have_replaced_fsdp2s_function_by_ours() -> None:
+def test_a_program_may_have_replaced_the_function_of_fsdp2() -> None:
     """As those do that train with libraries which import it from PyTorch when they shard."""
     model = nn.Linear(4, 4)
     with mock.patch("torch.distributed.fsdp.fully_shard", fully_shard):

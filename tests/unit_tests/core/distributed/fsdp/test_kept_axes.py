@@ -217,7 +217,7 @@ def test_only_a_block_is_gathered_and_only_a_block_has_gradients():
 
 
 @on_ranks(4)
-def test_a_kept_axis_of_one_rank_changes_nothing():
+def test_a_kept_axis_of_one_rank_has_no_effect():
     """But the mesh: of layout and weights, not a bit."""
     results = []
     for placements, names in ((ZERO3.dense, ("i",)), (ZERO3.kept, ("edp", "ep"))):
@@ -236,7 +236,7 @@ def test_a_kept_axis_of_one_rank_changes_nothing():
 
 
 @on_ranks(2)
-def test_rows_drawn_on_each_rank_are_those_of_the_whole():
+def test_rows_drawn_on_each_rank_match_the_whole():
     def build() -> Model:
         with torch.device("meta"):
             return Model()
@@ -291,7 +291,7 @@ def test_ranks_without_gradients_of_kept_rows_are_noticed_before_the_step(skippi
 
 
 @on_ranks(2)
-def test_rows_that_a_kept_axis_does_not_divide_are_refused_by_name():
+def test_rows_that_a_kept_axis_does_not_divide_are_rejected_by_name():
     model = nn.Sequential(nn.Linear(4, 3))
     mesh = init_device_mesh(rank_device().type, (1, 2), mesh_dim_names=("edp", "ep"))
     with (

@@ -156,12 +156,12 @@ def test_a_piece_cut_on_more_axes_lies_inside_the_one_cut_on_fewer(shapes, mesh)
 
 
 @pytest.mark.parametrize("shape", [(), (3, 0), (2, 0, 4)])
-def test_scalars_and_empty_rows_are_refused(shape):
+def test_scalars_and_empty_rows_are_rejected(shape):
     with pytest.raises(ValueError, match="Expected a tensor with rows of at least one element"):
         GlobalLayout.build([(2, 2), shape], 2)
 
 
-def test_a_layout_for_another_number_of_ranks_is_refused():
+def test_a_layout_for_another_number_of_ranks_is_rejected():
     layout = GlobalLayout.build([(4, 2)], 2)
     for num_ranks in (3, 8):
         with pytest.raises(
@@ -251,12 +251,12 @@ def test_every_rank_has_rows_of_its_block_and_every_row_has_its_ranks(drawn, num
         ([(4, 2)], 6, 0, "Expected a number of blocks that divides 6 ranks, got 0"),
     ],
 )
-def test_what_blocks_do_not_divide_is_refused(shapes, dp_size, num_blocks, message):
+def test_what_blocks_do_not_divide_is_rejected(shapes, dp_size, num_blocks, message):
     with pytest.raises(ValueError, match=message):
         GlobalLayout.build(shapes, dp_size, num_blocks)
 
 
-def test_a_piece_of_several_blocks_is_refused():
+def test_a_piece_of_several_blocks_is_rejected():
     layout = GlobalLayout.build([(4, 2), (8, 1)], 4, num_blocks=2)
     for ask in (layout.chunks, lambda piece: layout.chunk(1, piece)):
         with pytest.raises(

@@ -152,7 +152,7 @@ def test_the_mesh_says_what_is_usual() -> None:
 
 
 @on_ranks(2)
-def test_sharding_what_contains_a_module_that_has_run_is_refused() -> None:
+def test_sharding_the_parent_of_a_module_that_has_run_is_rejected() -> None:
     model = net()
     fully_shard(model.layers[0])
     model.layers[0](torch.randn(2, 6))
@@ -160,7 +160,7 @@ def test_sharding_what_contains_a_module_that_has_run_is_refused() -> None:
         RuntimeError, match=r"Expected every fully_shard before the first forward, got one of Net"
     ):
         fully_shard(model)
-    # What is there goes on working.
+    # The existing modules keep working.
     model.layers[0](torch.randn(2, 6)).sum().backward()
     assert model.layers[0].weight.grad is not None
 
@@ -188,8 +188,8 @@ def test_absorbed_contexts_and_deleted_models_are_freed() -> None:
 
 
 @on_ranks(2)
-def test_what_users_of_fsdp2_do_works_or_is_refused_by_name() -> None:
-    """What users of FSDP2 do to a model: it works, or is refused by name."""
+def test_calls_of_fsdp2_users_work_or_are_rejected_by_name() -> None:
+    """Operations of FSDP2's users on a model work, or raise an error that names them."""
     model = net().bfloat16()
     for layer in model.layers:
         fully_shard(layer)
@@ -230,7 +230,7 @@ def test_a_backward_adds_to_gradients_that_are_distributed_evenly() -> None:
 
 @on_ranks(2)
 def test_what_was_taken_from_a_parameter_waits_for_its_updates() -> None:
-    """What was taken from a parameter earlier is read after the updates under way, too."""
+    """Tensors taken from a parameter earlier are also read after pending updates."""
     model = net()
     fully_shard(model)
     optimizer = HybridDeviceOptimizer(
@@ -253,7 +253,7 @@ def test_what_was_taken_from_a_parameter_waits_for_its_updates() -> None:
 
 @on_ranks(3)
 def test_ranks_that_hold_more_models_than_others_train_one_with_them() -> None:
-    """The first two have a model of their own; what ranks tell each other must not count it."""
+    """The first two have a separate model, which the comparison of ranks must not count."""
     mesh = DeviceMesh("cpu", [0, 1])
     x = torch.ones(4, 6)
     if dist.get_rank() < 2:

@@ -92,7 +92,7 @@ def test_contexts_share_one_pair_of_optimizer_hooks_and_dead_ones_leave_nothing_
 
 @pytest.mark.parametrize("kept", ["all", "one"])
 @on_ranks(2)
-def test_an_optimizer_from_before_sharding_is_refused_at_its_first_step(kept: str) -> None:
+def test_an_optimizer_from_before_sharding_is_rejected_at_its_first_step(kept: str) -> None:
     model = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 2))
     before = list(model.parameters())
     optimizer = torch.optim.AdamW(before, lr=0.5)

@@ -121,7 +121,7 @@ def test_clipping_sends_few_messages_and_agrees_with_one_process(
 
 
 @on_ranks(2)
-def test_clipping_by_value_sends_nothing() -> None:
+def test_clipping_by_value_does_not_communicate() -> None:
     plain, model = with_gradients(None, torch.float32), with_gradients("mixed", torch.float32)
     with messages() as sent:
         nn.utils.clip_grad_value_(model.parameters(), 0.01)

@@ -27,7 +27,7 @@ def test_flat_is_a_shard_of_dim_zero():
         ((Partial("max"),), TypeError, "Partial\\('sum'\\) or Partial\\('avg'\\)"),
     ],
 )
-def test_what_a_flat_buffer_cannot_be_is_refused(placements, error, message):
+def test_placements_that_a_flat_buffer_lacks_are_rejected(placements, error, message):
     with pytest.raises(error, match=message):
         check_placements(placements)
 
@@ -103,7 +103,7 @@ def test_placements_are_values_and_name_every_axis_once():
         ),
     ],
 )
-def test_placements_that_do_not_fit_together_are_refused(parameter, gradient, optimizer, message):
+def test_placements_that_do_not_fit_together_are_rejected(parameter, gradient, optimizer, message):
     with pytest.raises(ValueError, match=message):
         Placements(("dp",), parameter, gradient, optimizer)
 

@@ -6,7 +6,7 @@ import torch
 from megatron.core.distributed.fsdp.precision import MixedPrecisionPolicy
 
 
-def test_open_dtypes_are_those_of_the_compute_weights():
+def test_open_dtypes_match_the_compute_weights():
     bf16, fp32 = torch.bfloat16, torch.float32
     policy = MixedPrecisionPolicy().resolve(bf16)
     assert policy == MixedPrecisionPolicy(fp32, bf16, bf16, bf16, bf16)
@@ -36,7 +36,7 @@ def test_no_dtype_of_an_fp32_module_has_16_bits_and_wider_ones_stay():
     assert policy.at_least_fp32() == MixedPrecisionPolicy(fp64, fp32, fp32, fp64, fp32)
 
 
-def test_what_is_no_float_is_refused():
+def test_dtypes_that_are_no_floats_are_rejected():
     with pytest.raises(
         ValueError, match=r"Expected main_grads_dtype to be None or one of .*, got torch.int32"
     ):

@@ -120,7 +120,7 @@ def close(got: list[float], expected: list[float]) -> bool:
     return got == pytest.approx(expected, rel=1e-6, abs=1e-9)
 
 
-# A run that is saved on two ranks and goes on on three
+# A run that is saved on two ranks and resumed on three
 
 
 def _save(engine: Any, optimizer: str, folder: str) -> tuple[list[float], dict[str, torch.Tensor]]:
@@ -142,7 +142,7 @@ def _load(engine: Any, optimizer: str, folder: str) -> tuple[list[float], dict[s
     return train(model, own, STEPS, MORE_STEPS), loaded
 
 
-def test_a_run_saved_on_two_ranks_goes_on_on_three_as_with_fsdp2(tmp_path):
+def test_a_run_saved_on_two_ranks_continues_on_three_as_with_fsdp2(tmp_path):
     saved, loaded = {}, {}
     for engine in (ours, fsdp2):
         folder = str(tmp_path / engine.__name__)
@@ -159,7 +159,7 @@ def test_a_run_saved_on_two_ranks_goes_on_on_three_as_with_fsdp2(tmp_path):
 
 @pytest.mark.parametrize("optimizer", [name for name in OPTIMIZERS if name != "AdamW"])
 @pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.wide)])
-def test_the_other_optimizers_go_on_as_saved(tmp_path, optimizer, world_size):
+def test_the_other_optimizers_continue_as_saved(tmp_path, optimizer, world_size):
     losses, saved = run_ranks(2, _save, ours, optimizer, str(tmp_path))[0]
     more, loaded = run_ranks(world_size, _load, ours, optimizer, str(tmp_path))[0]
     assert_equal(loaded, saved)
@@ -227,8 +227,7 @@ def _one_layer(folder: str) -> None:
         {name: tensor.full_tensor() for name, tensor in layer.state_dict().items()}, expected
     )
 
-    # What became of a copy of the state dict, of one on its way to the CPU, of one that was
-    # averaged.
+    # The results of a copy of the state dict, of one copied to the CPU, of one that was averaged.
     for number, changed in enumerate(
         [
             copy.deepcopy(layer.state_dict()),
@@ -243,7 +242,7 @@ def _one_layer(folder: str) -> None:
         assert_equal(empty["model"], expected)
 
 
-def test_one_layer_is_saved_and_loaded_whatever_became_of_its_state_dict(tmp_path):
+def test_one_layer_is_saved_and_loaded_after_any_change_of_its_state_dict(tmp_path):
     run_ranks(2, _one_layer, str(tmp_path))
 
 
@@ -302,7 +301,7 @@ def _stateful(folder: str) -> None:
     train(model, optimizer, 0, STEPS)
     expected = whole_state(model, optimizer)
     dcp.save({"app": AppState(model, optimizer)}, checkpoint_id=folder)
-    # In a group of its own: a save beside the training must not meet the training's collectives.
+    # In a separate group: an asynchronous save must not mix with the training's collectives.
     future = dcp.async_save(
         {"app": AppState(model, optimizer)},
         checkpoint_id=f"{folder}/async",
@@ -317,7 +316,7 @@ def _stateful(folder: str) -> None:
         assert train(other, other_optimizer, STEPS, MORE_STEPS) == losses
 
 
-def test_a_stateful_application_saves_and_loads_itself_also_beside_the_training(tmp_path):
+def test_a_stateful_application_saves_and_loads_itself_also_during_training(tmp_path):
     run_ranks(2, _stateful, str(tmp_path))
 
 

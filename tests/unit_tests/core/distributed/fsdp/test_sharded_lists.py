@@ -114,7 +114,7 @@ def gathers(model: Any) -> list[int]:
 
 
 @on_ranks(2)
-def test_losses_are_those_of_fsdp2() -> None:
+def test_losses_match_fsdp2() -> None:
     for is_tied in (False, True):
         for options in ({}, {"reshard_after_forward": False}):
             # In chunks, FSDP2 of torch 2.11 fails.

@@ -169,7 +169,7 @@ def test_whole_tensors_are_loaded_and_read_by_pytorch() -> None:
 
 
 @on_ranks(2)
-def test_weights_of_one_rank_are_refused_for_parameters_of_several_boxes() -> None:
+def test_weights_of_one_rank_are_rejected_for_parameters_of_several_boxes() -> None:
     model, _ = sharded(ZERO3)
     wholes = {name: full(own) for name, own in model.named_parameters()}
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
@@ -290,7 +290,7 @@ def test_saved_and_copied_tensors_have_the_same_boxes() -> None:
 
 
 @on_ranks(2)
-def test_rows_of_a_matrix_in_block_order_are_refused() -> None:
+def test_rows_of_a_matrix_in_block_order_are_rejected() -> None:
     """As Muon would ask for, which would take them for the rows of one matrix."""
     model, _ = sharded(ZERO3)
     with pytest.raises(NotImplementedError, match="TensorCut"):
@@ -299,7 +299,7 @@ def test_rows_of_a_matrix_in_block_order_are_refused() -> None:
 
 
 @on_ranks(2)
-def test_a_mesh_with_a_tensor_parallel_axis_is_refused_by_name() -> None:
+def test_a_mesh_with_a_tensor_parallel_axis_is_rejected_by_name() -> None:
     mesh = init_device_mesh(rank_device().type, (1, 2), mesh_dim_names=("dp", "tp"))
     with pytest.raises(NotImplementedError, match="--tensor-model-parallel-size"):
         fully_shard(nn.Linear(4, 4), mesh)
@@ -307,6 +307,6 @@ def test_a_mesh_with_a_tensor_parallel_axis_is_refused_by_name() -> None:
 
 
 @on_ranks(3)
-def test_a_section_that_the_ranks_cannot_divide_is_refused_by_name() -> None:
+def test_a_section_that_the_ranks_cannot_divide_is_rejected_by_name() -> None:
     with pytest.raises(ValueError, match=r"3 ranks cannot divide the 8 .* fused\.weight"):
         sharded(Way(3))

@@ -78,7 +78,7 @@ def mesh_of(shape: tuple[int, ...]) -> DeviceMesh:
 
 @contextlib.contextmanager
 def gathers() -> Iterator[list[int]]:
-    """Counts what is sent while it is open: [number of messages]."""
+    """Counts the messages sent inside the context: [number of messages]."""
     counted, original = [0], collectives.all_gather
 
     def count(*args: Any, **kwargs: Any) -> None:
@@ -122,7 +122,7 @@ def test_these_tensors_are_cut_otherwise_than_torch_would(wholes, tensors) -> No
         ]
     )
     dist.all_reduce(differs)
-    assert all(differs), "a tensor that is cut evenly shows nothing here"
+    assert all(differs), "an evenly sharded tensor cannot fail this test"
 
 
 @on_meshes
@@ -225,12 +225,12 @@ GATHERED: list[Operation] = [
     lambda t: torch.cat([t, t]),
     lambda t: torch.stack([t, t]),
     lambda t: t.reshape(t.shape[0], -1) @ t.reshape(t.shape[0], -1).t(),
-    # Rows of another length than those of the buffer.
+    # Rows of another length than the buffer's.
     lambda t: t[..., :3].contiguous().view(-1) if t.dim() > 1 else t.cumsum(0),
     lambda t: t.isfinite().all(),
     lambda t: torch.equal(t, t * 1),
     lambda t: torch.allclose(t, t + 1e-9),
-    # In place, and a DTensor beside.
+    # In place, also with another DTensor as an argument.
     lambda t: [own := t.clone(), own.cumsum_(0)][0],
     lambda t: [own := t.clone(), own.index_fill_(0, _beside(t, torch.tensor([2])), 5.0)][0],
 ]
@@ -242,7 +242,7 @@ OPERATIONS = [
 
 
 @on_meshes
-def test_operations_give_what_they_give_on_one_process(wholes, tensors) -> None:
+def test_operations_give_the_same_results_as_in_one_process(wholes, tensors) -> None:
     for expected, tensor in zip(wholes, tensors, strict=True):
         for number, (operation, kind, gathers_rows) in enumerate(OPERATIONS):
             with gathers() as sent:
@@ -282,7 +282,7 @@ def test_tensors_that_are_cut_otherwise_are_brought_to_the_same_rows(wholes, ten
                 assert_same(got, 2 * expected)
             assert_same(tensor.clone().mul_(other), expected * expected)
             assert torch.equal(tensor, other)
-            # Into one that is not ours, all rows go. It is the last to use `other`.
+            # A copy into a plain DTensor takes all rows. It is the last to use `other`.
             assert_same(other.copy_(tensor * 3), expected * 3)
         assert_same(tensor.clone().zero_().copy_(expected), expected)  # a plain, whole tensor
         scalar = _replicated(torch.tensor(2.0), tensor)
@@ -295,7 +295,7 @@ def test_tensors_that_are_cut_otherwise_are_brought_to_the_same_rows(wholes, ten
 
 
 @on_meshes
-def test_what_is_written_to_a_view_is_written_or_refused(wholes, tensors) -> None:
+def test_writes_to_a_view_reach_the_tensor_or_are_rejected(wholes, tensors) -> None:
     for expected, tensor in zip(wholes, tensors, strict=True):
         for view in VIEWS:
             own, plain = tensor.clone(), expected.clone()
@@ -314,7 +314,7 @@ def test_what_is_written_to_a_view_is_written_or_refused(wholes, tensors) -> Non
 
 
 @on_meshes
-def test_what_makes_no_sense_is_refused_by_name(wholes, tensors) -> None:
+def test_meaningless_operations_are_rejected_by_name(wholes, tensors) -> None:
     weight = tensors[0]
     with pytest.raises(NotImplementedError, match=r"zeros_like\(parameter\)\.copy_"):
         weight.redistribute(placements=tensors[2].placements)
@@ -451,7 +451,7 @@ def test_the_optimizers_of_pytorch_step_without_sending_anything(wholes, tensors
 
 
 def _closure(optimizer: torch.optim.Optimizer, parameters: list[Any]) -> list[Callable[[], Any]]:
-    """What LBFGS asks for; here the gradients stay as they are."""
+    """The closure that LBFGS requires; it does not change the gradients."""
     is_asked = isinstance(optimizer, torch.optim.LBFGS)
     return [lambda: whole(parameters[0].detach().sum())] if is_asked else []
 
@@ -489,7 +489,7 @@ def test_averages_of_weights_are_taken_without_sending_anything(wholes, tensors)
 
 
 @on_meshes
-def test_a_gradient_scaler_sees_what_any_rank_has_found(wholes, tensors) -> None:  # noqa: ARG001
+def test_a_gradient_scaler_gets_the_overflow_of_any_rank(wholes, tensors) -> None:  # noqa: ARG001
     parameter = nn.Parameter(tensors[0].clone())
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
     optimizer = torch.optim.SGD([parameter], lr=1.0)
@@ -528,7 +528,7 @@ def test_copies_keep_their_rows(wholes, tensors) -> None:
 
 
 @on_ranks(4)
-def test_ranks_agree_on_what_is_cut_alike() -> None:
+def test_ranks_agree_on_whether_tensors_have_the_same_sharding() -> None:
     """Layouts in which ranks see other cuts of the inner axis, and must agree all the same."""
     mesh = mesh_of((2, 2))
     shapes = [(8,), (8,), (8, 8), (8, 8), (8, 8), (8, 8), (16, 8), (8, 16)]
@@ -538,7 +538,7 @@ def test_ranks_agree_on_what_is_cut_alike() -> None:
     everybodys = torch.zeros(len(answers))
     everybodys += torch.tensor(answers)
     dist.all_reduce(everybodys)
-    assert set(everybodys.tolist()) == {0.0, 4.0}, "ranks disagree, or nothing is told apart"
+    assert set(everybodys.tolist()) == {0.0, 4.0}, "ranks disagree, or the values do not differ"
     for one in tensors:
         for other in tensors:
             if one.shape == other.shape:

@@ -123,7 +123,7 @@ def test_it_can_be_copied_and_pickled():
             assert vars(again).items() >= vars(shard).items()
 
 
-def test_a_tensor_of_another_size_or_mesh_is_refused():
+def test_a_tensor_of_another_size_or_mesh_is_rejected():
     (shard,) = _cut([(9, 4)])
     with pytest.raises(ValueError, match=r"Expected 2 ranks.*got 3"):
         shard._local_shard_size_and_offset(9, 3, 0)

@@ -98,7 +98,7 @@ def test_a_published_config_comes_back_as_it_was(name: str) -> None:
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_the_library_reads_a_published_config_as_it_is_read_here(name: str) -> None:
-    """Its values for fields of earlier versions, and for missing ones, are in its own file."""
+    """Its values for fields of earlier versions, and for missing ones, are in its module."""
     transformers = pytest.importorskip("transformers")
     content = PUBLISHED[name]
     # A copy, since the library writes into sections that it is given.
@@ -136,7 +136,7 @@ def test_gemma_3_has_a_base_for_each_kind_of_layer() -> None:
     assert attention(spec, 5).rotary == RotarySpec(256, 1000000.0)
     assert attention(spec, 0).scale == 1 / 16
     assert spec.embedding_scale == pytest.approx(1152**0.5)
-    assert spec.is_tied, "its file does not say so"
+    assert spec.is_tied, "its file does not specify it"
     assert spec.layers[0].post_norm == spec.final_norm
 
     scaled = spec_of(GEMMA_3_1B, rope_scaling={"rope_type": "linear", "factor": 8.0})
@@ -263,7 +263,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("content", "changes", "message"), REFUSED)
-def test_what_a_model_here_does_not_have_is_refused_by_name_and_value(
+def test_what_a_model_here_does_not_have_is_rejected_by_name_and_value(
     content: dict[str, Any], changes: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message) as caught:
@@ -303,7 +303,7 @@ def test_a_field_that_decides_arithmetic_must_be_there(name: str) -> None:
             read_config(content, "config.json")
 
 
-def test_what_asks_for_nothing_passes_whatever_its_name() -> None:
+def test_fields_without_effect_are_accepted_under_any_name() -> None:
     harmless = {"new_switch": False, "new_list": [], "new_value": None, "temperature": 0.6}
     assert read_config(LLAMA_3_2_1B | harmless, "c.json") == read_config(LLAMA_3_2_1B, "c.json")
     with pytest.raises(ConfigError, match="got new_switch True"):

@@ -59,7 +59,7 @@ def train(model: GPTModel) -> None:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_logits_are_those_of_transformers_in_both_directions(transformers: Any, case: str) -> None:
+def test_logits_match_transformers_in_both_directions(transformers: Any, case: str) -> None:
     theirs = their_model(transformers, case)
     content = content_of(theirs)
 

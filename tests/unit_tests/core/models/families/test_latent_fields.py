@@ -62,9 +62,7 @@ def factor_of(mixer: LatentAttentionSpec) -> float:
 
 @pytest.mark.parametrize("factor", [1.0, 4.0, 40.0])
 @pytest.mark.parametrize("weights", WEIGHTS, ids=str)
-def test_scale_and_rotation_are_those_of_transformers(
-    factor: float, weights: dict[str, Any]
-) -> None:
+def test_scale_and_rotation_match_transformers(factor: float, weights: dict[str, Any]) -> None:
     modeling = pytest.importorskip("transformers.models.deepseek_v3.modeling_deepseek_v3")
     content = config_with(weights, factor=factor)
     theirs = modeling.DeepseekV3Config(**json.loads(json.dumps(content)))
@@ -117,7 +115,7 @@ def test_a_scale_that_no_weight_gives_is_named_by_its_flag() -> None:
         ),
     ],
 )
-def test_what_latent_attention_does_not_have_is_refused_by_name(
+def test_what_latent_attention_does_not_have_is_rejected_by_name(
     changes: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):

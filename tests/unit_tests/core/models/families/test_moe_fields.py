@@ -61,7 +61,7 @@ def test_shared_experts_are_as_many_as_the_file_says_which_must_say_it(
 
 
 @pytest.mark.parametrize("others", [(), ("rope_scaling",), ("rope_parameters",)])
-def test_gpt_oss_without_a_section_of_its_rotary_embedding_is_refused(
+def test_gpt_oss_without_a_section_of_its_rotary_embedding_is_rejected(
     others: tuple[str, ...],
 ) -> None:
     sections = ("rope_parameters", "rope_scaling")
@@ -94,7 +94,7 @@ NO_EXPERTS = r"^Expected at least one layer with experts in c\.json, got none\.$
         ),
     ],
 )
-def test_what_the_library_or_the_architecture_cannot_run_is_refused_in_one_line(
+def test_what_the_library_or_the_architecture_cannot_run_is_rejected_in_one_line(
     content: dict[str, Any], changes: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):

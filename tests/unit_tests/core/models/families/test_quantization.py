@@ -33,7 +33,7 @@ from tests.unit_tests.core.models.families.helpers.published import (
         (GPT_OSS_20B, {"quant_method": "awq"}, "'awq'", "Dequantize them with the transformers"),
     ],
 )
-def test_a_config_of_quantized_weights_is_refused_with_what_to_do(
+def test_a_config_of_quantized_weights_is_rejected_with_what_to_do(
     content: dict[str, Any], section: dict[str, Any], got: str, remedy: str
 ) -> None:
     with pytest.raises(ConfigError) as caught:
@@ -60,7 +60,7 @@ def test_a_config_of_quantized_weights_is_refused_with_what_to_do(
         ),
     ],
 )
-def test_tensors_with_scales_are_refused_by_name_and_no_others(names: list[str], got: str) -> None:
+def test_tensors_with_scales_are_rejected_by_name_and_no_others(names: list[str], got: str) -> None:
     with pytest.raises(ConfigError, match="of 16 or 32 bits in models/x, got ") as caught:
         refuse_quantized_tensors(names, "models/x")
     assert got in str(caught.value)

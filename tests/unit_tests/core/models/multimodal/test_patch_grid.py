@@ -61,7 +61,7 @@ def test_text_counts_up_and_an_image_spans_rows_and_columns() -> None:
         ([], [PatchGrid(1, 0, 2)], "multiples of 2"),
     ],
 )
-def test_images_that_the_tokens_do_not_name_are_refused(
+def test_images_that_the_tokens_do_not_name_are_rejected(
     tokens: list[int], grids: list[PatchGrid], told: str
 ) -> None:
     with pytest.raises(ValueError, match=told):

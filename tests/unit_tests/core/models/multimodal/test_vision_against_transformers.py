@@ -71,7 +71,7 @@ def train(model: VisionLanguageModel, batch: ImageBatch) -> None:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_logits_with_images_are_those_of_transformers_in_both_directions(
+def test_logits_with_images_match_transformers_in_both_directions(
     transformers: Any, case: str
 ) -> None:
     batch = batch_of(case)

@@ -83,7 +83,7 @@ def test_each_image_is_seen_by_itself_and_each_frame_too() -> None:
     torch.testing.assert_close(whole, torch.cat(alone), rtol=1e-5, atol=1e-5)
 
 
-def test_inputs_that_do_not_fit_are_refused() -> None:
+def test_inputs_that_do_not_fit_are_rejected() -> None:
     model, batch = build(), image_batch()
     cases: list[tuple[str, dict[str, Any]]] = [
         ("Expected positions with images", {"images": batch.images}),
@@ -128,7 +128,7 @@ def test_inputs_that_do_not_fit_are_refused() -> None:
         ({"vision_deepstack_layers": (0, 1)}, {"num_layers": 1}, "at most 1, one for each layer"),
     ],
 )
-def test_decoders_that_cannot_take_images_are_refused(
+def test_decoders_that_cannot_take_images_are_rejected(
     vision: dict[str, Any], options: dict[str, Any], told: str
 ) -> None:
     with pytest.raises(ConfigError, match=told):
@@ -146,7 +146,7 @@ def test_decoders_that_cannot_take_images_are_refused(
         ({"vision_activation": "tanh"}, "--vision-activation: expected one of"),
     ],
 )
-def test_towers_that_cannot_be_built_are_refused(changed: dict[str, Any], told: str) -> None:
+def test_towers_that_cannot_be_built_are_rejected(changed: dict[str, Any], told: str) -> None:
     with pytest.raises(ConfigError, match=told):
         dataclasses.replace(VISION, **changed)
 

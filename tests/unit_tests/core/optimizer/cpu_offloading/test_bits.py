@@ -326,14 +326,16 @@ def _fractions(setting: Setting, seed: int | None = None) -> None:
 
 @pytest.mark.wide
 @pytest.mark.parametrize("strategy", SHARDING_STRATEGIES)
-def test_bf16_weights_train_alike_on_an_accelerator_whatever_the_fraction(accelerator, strategy):
+def test_bf16_weights_train_alike_on_an_accelerator_regardless_of_the_fraction(
+    accelerator, strategy
+):
     setting = Setting(strategy, torch.bfloat16, 3, steps=4)
     run_ranks(2, _fractions, setting, 7, device=accelerator, timeout=600)
 
 
 @pytest.mark.wide
 @pytest.mark.parametrize("strategy", list(ON_TWO_AXES))
-def test_bf16_weights_train_alike_on_accelerators_in_two_axes_whatever_the_fraction(
+def test_bf16_weights_train_alike_on_accelerators_in_two_axes_regardless_of_the_fraction(
     accelerator, strategy
 ):
     setting = Setting(strategy, torch.bfloat16, 3, steps=4)
@@ -349,7 +351,7 @@ def test_bf16_weights_train_alike_on_accelerators_in_two_axes_whatever_the_fract
         pytest.param(4, "hsdp", marks=pytest.mark.wide),
     ],
 )
-def test_bf16_weights_and_gradients_train_alike_whatever_the_fraction(
+def test_bf16_weights_and_gradients_train_alike_regardless_of_the_fraction(
     world_size, strategy, num_microbatches
 ):
     run_ranks(world_size, _fractions, Setting(strategy, torch.bfloat16, num_microbatches, steps=2))

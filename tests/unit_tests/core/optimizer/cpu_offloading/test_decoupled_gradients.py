@@ -103,7 +103,7 @@ MAKE = {"FusedAdam": FusedAdam, "half": partial(HybridDeviceOptimizer, offload_f
     ("use_decoupled_grad", "attribute"),
     [(False, "decoupled_grad"), (False, "main_grad"), (True, "grad"), (True, "main_grad")],
 )
-def test_a_gradient_that_is_not_read_is_refused_before_anything_is_stepped(
+def test_a_gradient_that_is_not_read_is_rejected_before_anything_is_stepped(
     make, use_decoupled_grad, attribute
 ):
     read = "decoupled_grad" if use_decoupled_grad else "grad"

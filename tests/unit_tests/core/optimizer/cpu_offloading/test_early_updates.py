@@ -1,4 +1,4 @@
-"""Updates that begin before the norm is known never change a run by one bit."""
+"""Updates that start before the norm is known never change a run by one bit."""
 
 from __future__ import annotations
 
@@ -74,11 +74,11 @@ class Trained:
 
     @property
     def early(self) -> list[Any]:
-        """The early updates that are under way."""
+        """The pending early updates."""
         return [bucket.early for bucket in self.side.buckets if bucket.early is not None]
 
     def backward(self, number: int, *, waits: bool = True) -> float:
-        """Returns the loss. Early updates that have begun are over, unless told otherwise."""
+        """Returns the loss. Early updates have finished, unless the arguments specify otherwise."""
         for group in self.optimizer.param_groups:
             group["lr"] = OPTIONS["lr"] / (number + 1)
         loss = backward(self.model, self.context, self.setting, number)
@@ -164,7 +164,7 @@ def _factors(setting: Setting, rules: Sequence[str]) -> None:
         pytest.param(4, torch.float16, list(RULES), marks=pytest.mark.wide),
     ],
 )
-def test_whatever_the_norm_says_the_bits_are_those_of_a_step_after_it(world_size, dtype, rules):
+def test_regardless_of_the_norm_says_the_bits_match_a_step_after_it(world_size, dtype, rules):
     run_ranks(world_size, _factors, SETTING._replace(dtype=dtype), rules, timeout=300)
 
 
@@ -343,7 +343,7 @@ def _paused() -> list[int]:
 
 
 def test_early_updates_pause_twice_as_long_after_each_other_factor_in_a_row():
-    # The first step has no options to begin with.
+    # The first step has no options to start from.
     assert run_ranks(1, _paused) == [[0, 4, 0, 4, 0, 0, 4, 0, 0, 0, 0, 4, 0, 0, 0]]
 
 
@@ -533,7 +533,7 @@ def _read_meanwhile() -> None:
     assert order == ["restored", "expired"]
 
 
-def test_the_next_early_update_begins_after_a_reader_has_the_old_values_back():
+def test_the_next_early_update_starts_after_a_reader_has_the_old_values_back():
     run_ranks(1, _read_meanwhile)
 
 
@@ -563,7 +563,7 @@ def test_the_undo_log_takes_no_more_than_its_room_from_the_last_bucket_on(shapes
     assert found.early_nbytes <= room
     costs = {n: (14 if s.grad_dtype == BF16 else 12) * s.numel for n, s in enumerate(shapes)}
     added = sum(found.nbytes_by_state.values()) - sum(without.nbytes_by_state.values())
-    # Arrays begin at whole cache lines.
+    # Arrays start at whole cache lines.
     assert 0 <= added - sum(costs[n] for n in found.early) <= 6 * 64 * len(shapes)
     left = room
     for number in reversed(range(len(shapes))):
@@ -589,7 +589,7 @@ def _little_room() -> None:
     expected, found = course(Trained(0)), course(trained)
     assert_same(found, expected)
     assert 0 < found.shares[1] < 1
-    # Parameters without a shard are read in ways that nobody sees.
+    # Reads of parameters without a shard cannot be detected.
     replicas = Trained(ROOM, SETTING._replace(strategy="no_shard"))
     assert replicas.side.early_nbytes == 0
 

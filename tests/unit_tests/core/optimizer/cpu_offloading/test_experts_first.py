@@ -91,7 +91,7 @@ def on_host(plan: Any) -> list[str]:
     return [group.name for group in plan.groups if group.is_on_host]
 
 
-def test_a_program_of_its_own_puts_experts_first_and_the_bits_are_those_of_no_offload():
+def test_a_program_of_its_own_puts_experts_first_and_the_bits_match_no_offload():
     kept = run_ranks(2, _trained, 0.0, False)
     last = run_ranks(2, _trained, 0.2, False)
     first = run_ranks(2, _trained, 0.2, True)

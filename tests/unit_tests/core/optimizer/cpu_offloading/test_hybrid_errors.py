@@ -144,7 +144,7 @@ def test_what_fails_for_plain_parameters_is_raised_by_the_step_itself(settings):
         optimizer.step()
 
 
-def test_parameters_on_several_devices_and_on_meta_are_refused():
+def test_parameters_on_several_devices_and_on_meta_are_rejected():
     mixed = [nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2, device="meta"))]
     with pytest.raises(
         ValueError, match=r"Expected parameters on one device, got some on \['cpu', 'meta'\]"
@@ -207,7 +207,7 @@ def _too_large(poor_rank: int) -> None:
         HostLimits.read = original
 
 
-def test_a_plan_larger_than_one_ranks_memory_is_refused_by_all_of_them():
+def test_a_plan_larger_than_one_ranks_memory_is_rejected_by_all_of_them():
     run_ranks(2, _too_large, 1)
 
 
@@ -222,7 +222,7 @@ def test_what_the_device_side_refuses_leaves_the_host_side_where_it_is() -> None
     assert same(weights(model), before)
 
 
-def test_copies_and_assigned_states_are_refused():
+def test_copies_and_assigned_states_are_rejected():
     optimizer = HybridDeviceOptimizer(Net().parameters(), 0.5)
     for copying in (pickle.dumps, copy.copy, copy.deepcopy):
         with pytest.raises(TypeError, match=r"Expected state_dict\(\) to be used"):

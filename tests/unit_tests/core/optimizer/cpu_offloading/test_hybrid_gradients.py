@@ -212,7 +212,7 @@ def test_gradients_add_up_over_backwards_and_over_steps_as_on_the_device(strateg
 @pytest.mark.parametrize("order", [0, 1])
 @pytest.mark.parametrize("fraction", [0.5, 1.0])
 @on_ranks(2)
-def test_gradients_that_do_not_fit_are_refused_and_nothing_is_stepped(
+def test_gradients_that_do_not_fit_are_rejected_and_nothing_is_stepped(
     fraction: float, order: int
 ) -> None:
     """Of a group's parameter, or of a plain one before or behind the groups: on either side, first

@@ -70,12 +70,12 @@ def _round_trips(sharding: str, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["AdamW", "Adam", "SGD"])
-def test_what_is_saved_at_one_fraction_goes_on_bit_for_bit_at_any(name):
+def test_what_is_saved_at_one_fraction_continues_bit_for_bit_at_any(name):
     _round_trips("plain", name)
 
 
 @pytest.mark.parametrize("sharding", ["groups", pytest.param("fsdp2", marks=pytest.mark.wide)])
-def test_what_is_saved_of_a_sharded_module_goes_on_bit_for_bit_at_any_fraction(sharding):
+def test_what_is_saved_of_a_sharded_module_continues_bit_for_bit_at_any_fraction(sharding):
     run_ranks(2, _round_trips, sharding, "AdamW")
 
 
@@ -116,7 +116,7 @@ def test_states_of_all_are_loaded_where_some_had_none(fraction):
 @pytest.mark.parametrize("fraction", [0.0, 0.5, 1.0])
 @pytest.mark.parametrize("name", ["AdamW", "Adam"])
 @pytest.mark.parametrize("number", [0, 7])
-def test_states_that_do_not_fit_are_refused_and_nothing_is_changed(name, fraction, number):
+def test_states_that_do_not_fit_are_rejected_and_nothing_is_changed(name, fraction, number):
     cls, options = CLASSES[name]
     model = Net()
     optimizer = HybridDeviceOptimizer(model.parameters(), fraction, cls, cls, **options)

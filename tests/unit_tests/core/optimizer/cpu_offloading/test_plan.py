@@ -55,12 +55,12 @@ def test_groups_without_elements_need_no_host():
     "fraction",
     [-0.1, 1.0000001, float("nan"), float("inf"), True, None, "0.5"],
 )
-def test_what_is_no_number_from_zero_to_one_is_refused(fraction):
+def test_what_is_no_number_from_zero_to_one_is_rejected(fraction):
     with pytest.raises(ValueError, match="Expected an offload fraction from 0 to 1, got "):
         plan([1, 2], fraction)
 
 
-def test_a_negative_count_is_refused():
+def test_a_negative_count_is_rejected():
     with pytest.raises(ValueError, match=r"at least 0 elements in group 'layers\.1', got -2"):
         plan([1, -2], 0.5)
 

@@ -90,14 +90,14 @@ def test_joined_pieces_of_parameters_do_not_require_gradients():
         ({"out": torch.zeros(8, device="meta")}, "out on cpu .* meta"),
     ],
 )
-def test_a_piece_that_no_kernel_could_carry_out_is_refused(change, message):
+def test_a_piece_that_no_kernel_could_carry_out_is_rejected(change, message):
     piece = buffers(8)
     piece.check()
     with pytest.raises(ValueError, match=message):
         changed_with(piece, dict(change)).check()
 
 
-def test_an_out_that_shares_a_part_of_the_gradients_memory_is_refused():
+def test_an_out_that_shares_a_part_of_the_gradients_memory_is_rejected():
     memory = torch.zeros(12, dtype=torch.bfloat16)
     piece = buffers(8)._replace(grad=memory[:8])
     piece._replace(out=memory[:8]).check()
@@ -109,7 +109,7 @@ def test_an_out_that_shares_a_part_of_the_gradients_memory_is_refused():
         piece._replace(grad=wide, out=wide.view(torch.bfloat16)[:8]).check()
 
 
-def test_a_step_of_no_meaning_is_refused():
+def test_a_step_of_no_meaning_is_rejected():
     with pytest.raises(ValueError, match="Expected a step of at least 1, got 0"):
         AdamStep(0, lr=0.1)
     with pytest.raises(ValueError, match=r"Expected beta2 in \[0, 1\), got 1.0"):

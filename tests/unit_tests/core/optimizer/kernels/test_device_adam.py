@@ -196,7 +196,7 @@ def test_nothing_behind_a_piece_is_touched(interpreted, numel):
     assert not torch.equal(whole.weight[7 : 7 + numel], before.weight[7 : 7 + numel])
 
 
-def test_a_piece_that_no_kernel_takes_is_refused(interpreted):
+def test_a_piece_that_no_kernel_takes_is_rejected(interpreted):
     piece = make_piece(STEPS["first"], FORMS[0], 8)
     with pytest.raises(ValueError, match="Expected exp_avg of 8 elements as weight has, got 7"):
         interpreted.run([piece._replace(states=piece.states | {"exp_avg": torch.zeros(7)})], 1.0)

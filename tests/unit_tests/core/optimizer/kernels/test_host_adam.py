@@ -360,7 +360,7 @@ def test_a_pool_is_closed_while_its_work_is_still_waited_for():
     assert differing(piece, expected) == {}
 
 
-def test_a_forked_child_is_refused_and_its_parent_goes_on():
+def test_a_forked_child_is_rejected_and_its_parent_continues():
     kernel = HostAdam(2)
     kernel.run([piece_of(1000, STEPS["AdamW"])])
     child = os.fork()
@@ -517,7 +517,7 @@ def test_pieces_with_old_values_join_where_those_are_adjacent_too():
 
 
 @pytest.mark.parametrize("body", BODIES)
-def test_what_cannot_be_carried_out_is_refused(body):
+def test_what_cannot_be_carried_out_is_rejected(body):
     kernel = HostAdam(1, body=body)
     piece = piece_of(8, STEPS["AdamW"])
     with pytest.raises(ValueError, match="Expected grad of 8 elements"):

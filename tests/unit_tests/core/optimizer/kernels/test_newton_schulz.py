@@ -56,7 +56,7 @@ def test_a_factor_of_the_matrix_changes_nothing_and_transposing_it_transposes_th
         assert torch.equal(orthogonalize(given_values.T, step), found.T)
 
 
-def test_the_bits_are_those_of_torch(monkeypatch):
+def test_the_bits_match_torch(monkeypatch):
     monkeypatch.setattr(products, "_SLOW_DTYPES", frozenset())
     for shape in ((24, 24), (8, 40), (40, 8), (1, 30)):
         given_values = matrix(*shape)

@@ -39,7 +39,7 @@ from tests.unit_tests.core.distributed.fsdp.fully_shard.helpers.stacks import (
 
 
 class Fragile(nn.Module):
-    """The identity, which can be made to fail, on its way there or back."""
+    """The identity, which can be made to fail in forward or backward."""
 
     fails_in: str = ""
 
@@ -56,8 +56,8 @@ class Fragile(nn.Module):
 
 
 def fragile(has_root: bool) -> nn.Sequential:
-    """Fragile modules in all layers and between them; the root has parameters of its own where
-    `has_root`.
+    """Fragile modules in all layers and between them; with `has_root`, the root has parameters,
+    too.
     """
     torch.manual_seed(0)
     layers = [nn.Sequential(nn.Linear(DIM, DIM), Fragile(), nn.Linear(DIM, DIM)) for _ in range(3)]
@@ -124,7 +124,7 @@ def test_a_module_whose_forward_raises_is_at_rest_at_once() -> None:
     with pytest.raises(ArithmeticError, match="not this way"):
         model(own_batch())
     refuse.remove()
-    # What was prefetched for after the failure goes with the next forward.
+    # Weights prefetched for modules after the failure are freed by the next forward.
     assert list(whole_weights(model)) == list(layers[1].parameter_groups)
     weak.fails_in = ""
     loss_of(model(own_batch())).backward()
@@ -139,7 +139,7 @@ def lane_threads() -> set[threading.Thread]:
 
 
 def _collect_all() -> None:
-    """Collects what other tests' models, which autograd has put into cycles, have left."""
+    """Collects other tests' models, which autograd has put into cycles."""
     for _ in range(4):
         gc.collect()
 
@@ -204,8 +204,8 @@ def _buffers(model: nn.Module) -> list[torch.Tensor]:
 def test_a_model_that_is_deleted_frees_its_memory_and_ends_its_lane_without_the_garbage_collector(
     strategy: str,
 ) -> None:
-    # What Python imports, or warns of, for the first time may leave frames in cycles, and with them
-    # what they refer to. A cycle of our own is there each time.
+    # First imports and warnings may leave frames, and the objects of these frames, in cycles. The
+    # cycle of this test exists each time.
     failures: list[AssertionError] = []
     for with_root in (False, True):
         for _ in range(3):

@@ -120,7 +120,7 @@ REFUSED: dict[str, tuple[type[Exception], str, Callable[[Any], Any]]] = {
 
 @pytest.mark.parametrize(("error", "message", "make"), REFUSED.values(), ids=REFUSED)
 @on_ranks(2)
-def test_a_module_that_cannot_be_sharded_is_refused_and_leaves_nothing_behind(
+def test_a_module_that_cannot_be_sharded_is_rejected_and_leaves_nothing_behind(
     error: type[Exception], message: str, make: Callable[[Any], Any]
 ) -> None:
     mesh, placements = line(), Placements.for_strategy(ZERO_3)
@@ -177,7 +177,7 @@ NAMES = ("outer", "inner")
     ],
 )
 @on_ranks(2)
-def test_placements_that_do_not_fit_the_mesh_are_refused(
+def test_placements_that_do_not_fit_the_mesh_are_rejected(
     message: str, shape: tuple[int, ...], names: tuple[str, ...] | None, placements: Placements
 ) -> None:
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
@@ -187,7 +187,7 @@ def test_placements_that_do_not_fit_the_mesh_are_refused(
 
 @pytest.mark.parametrize("divisor", [-1, 0, float("nan")])
 @on_ranks(2)
-def test_a_divisor_that_is_not_positive_is_refused(divisor: float) -> None:
+def test_a_divisor_that_is_not_positive_is_rejected(divisor: float) -> None:
     placements = Placements.for_strategy(ZERO_3)
     with fully_shard_context("cpu"), pytest.raises(ValueError, match=f"got {divisor}"):
         fully_shard(linear(), line(), placements, grad_divisor=divisor)
@@ -209,7 +209,7 @@ def test_an_axis_may_be_named_or_numbered() -> None:
 
 
 @on_ranks(2)
-def test_parameters_with_hooks_are_refused() -> None:
+def test_parameters_with_hooks_are_rejected() -> None:
     hooked = linear()
     hooked.weight.register_hook(lambda gradient: gradient)
     with pytest.raises(ValueError, match="got some on weight"):
@@ -217,7 +217,7 @@ def test_parameters_with_hooks_are_refused() -> None:
 
 
 @on_ranks(2)
-def test_weights_that_differ_between_ranks_are_refused() -> None:
+def test_weights_that_differ_between_ranks_are_rejected() -> None:
     torch.manual_seed(dist.get_rank())
     different = linear()
     with pytest.raises(ValueError, match="the same weights on every rank, got diff"):
@@ -234,7 +234,7 @@ def scaled_by_rank(factor: float) -> nn.Module:
 
 
 @on_ranks(3)
-def test_shards_cut_from_different_initial_weights_are_refused_at_the_first_forward() -> None:
+def test_shards_cut_from_different_initial_weights_are_rejected_at_the_first_forward() -> None:
     model = scaled_by_rank(0.5)
     for module in (model[0], model[1], model):
         fully_shard(module)

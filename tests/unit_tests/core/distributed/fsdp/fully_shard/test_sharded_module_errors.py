@@ -51,7 +51,7 @@ from tests.unit_tests.core.distributed.fsdp.fully_shard.helpers.stacks import (
     ids=["a model", "from before", "of others"],
 )
 @on_ranks(2)
-def test_what_is_no_optimizer_of_sharded_parameters_is_refused(
+def test_what_is_no_optimizer_of_sharded_parameters_is_rejected(
     error: type[Exception], message: str, make: Callable[..., Any]
 ) -> None:
     model = Stack(dtype=torch.bfloat16)
@@ -62,7 +62,7 @@ def test_what_is_no_optimizer_of_sharded_parameters_is_refused(
 
 
 @on_ranks(2)
-def test_a_step_that_is_refused_changes_no_weight_and_no_gradient() -> None:
+def test_a_step_that_is_rejected_changes_no_weight_and_no_gradient() -> None:
     model = Stack(dtype=torch.bfloat16)
     context = shard(*model.layers, strategy="optim")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -136,7 +136,7 @@ def test_a_sharded_module_is_neither_cast_nor_moved_nor_copied() -> None:
     ids=["gives a weight", "gives a view of one", "runs inside itself", "sparse gradient"],
 )
 @on_ranks(2)
-def test_a_forward_that_cannot_be_sharded_is_refused(
+def test_a_forward_that_cannot_be_sharded_is_rejected(
     error: type[Exception], message: str, act: Callable[..., Any]
 ) -> None:
     module = Whatever(DIM, DIM)

@@ -1,4 +1,4 @@
-"""When `fully_shard` has whole weights: in forward, in backward, on their way, never at rest."""
+"""When `fully_shard` has whole weights: in forward, in backward, in flight, never at rest."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def _orders() -> None:
     model.register_parameter("own", nn.Parameter(torch.ones(DIM)))
     names = {id(module): name or "root" for name, module in model.named_modules()}
     block, (_, inner), last = model
-    # What is constructed later may come first in forward.
+    # Modules constructed later may run first in forward.
     context = shard(last, block.second, block.first, inner, block, model)
     forward = [names[id(module)] for module in context.forward_order]
     assert forward == ["root", "0", "0.first", "0.second", "1.1", "2"]
@@ -138,7 +138,7 @@ def test_two_contexts_may_share_a_mesh(strategy: str) -> None:
     for _ in range(4):
         with torch.no_grad():
             teacher(own_batch())
-        # The teacher's third layer is still on its way, for nothing.
+        # The gather of the teacher's third layer is still in flight, and not needed.
         clear_gradients(student)
         loss_of(student(own_batch())).backward()
         assert_gradients(student, expected_gradients(plain))
@@ -202,7 +202,7 @@ def test_a_module_that_was_prefetched_and_skipped_does_not_stay_and_gets_no_grad
     model = copy.deepcopy(plain)
     shard(*model.layers, strategy=strategy)
     moments = record_unsharded(model)
-    # Layer 1 is brought for nothing; so is layer 4, at the end of forward.
+    # Layer 1 is gathered needlessly; so is layer 4, at the end of forward.
     plain.used = model.used = [0, 2, 3]
     expected = expected_gradients(plain)
     assert [name for name, gradient in expected.items() if gradient is None] == [
@@ -275,7 +275,7 @@ class Output:
 
 
 class Opaque:
-    """Nobody can see that there is a tensor in it."""
+    """An object whose tensor no traversal finds."""
 
     def __init__(self, hidden: torch.Tensor) -> None:
         self.hidden = hidden

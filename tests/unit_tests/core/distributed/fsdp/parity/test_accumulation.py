@@ -47,7 +47,7 @@ def gradients_of_microbatches(numbers: Sequence[int]) -> list[dict[str, Tensor]]
 
 
 class Accumulating:
-    """A sharded stack, and what its gradients have to be."""
+    """A sharded stack, and its expected gradients."""
 
     def __init__(self, sharding: str) -> None:
         self.subject, self.context = sharded_stack(sharding, FP32)
@@ -73,8 +73,8 @@ class Accumulating:
             parameter.grad = parameter.grad * 2
 
     def check(self, *factors: float, other: dict[str, Sequence[float]] | None = None) -> None:
-        """The gradients are those of the microbatches, each as often as `factors` say, or `other`
-        for a parameter.
+        """Asserts that gradients are the microbatches' gradients times `factors`, or `other` for a
+        parameter.
         """
         expected = {}
         for name in self.subject.parameters():
@@ -83,7 +83,7 @@ class Accumulating:
                 factor * self.of_microbatches[number][name] for number, factor in enumerate(own)
             )
         assert_same_tensors(whole_gradients(self.subject), expected)
-        # What the optimizer gets is what the buffer has.
+        # The optimizer gets the buffer's gradients.
         for group in groups_of(self.subject.units):
             rows = group.main_grad.view(group.placements.optimizer)
             for index, parameter in enumerate(group.fsdp_parameters):
@@ -152,7 +152,7 @@ def test_backwards_outside_of_microbatch_add_up_each_averaged_over_ranks(
 
 
 @on_shardings
-def test_gradients_cleared_between_microbatches_begin_anew(model: Accumulating) -> None:
+def test_gradients_cleared_between_microbatches_start_anew(model: Accumulating) -> None:
     for to_none in (True, False):
         model.run(0, 1, is_whole=False)
         model.clear(to_none=to_none)
@@ -194,7 +194,7 @@ def test_partial_gradients_that_the_user_has_put_in_their_place_are_continued_fr
 
 
 @on_shardings
-def test_the_gradients_of_some_parameters_that_are_cleared_begin_anew_alone(
+def test_the_gradients_of_some_parameters_that_are_cleared_start_anew_alone(
     model: Accumulating,
 ) -> None:
     parameters = model.subject.parameters()

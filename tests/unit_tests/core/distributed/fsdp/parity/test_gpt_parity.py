@@ -1,5 +1,5 @@
 """Training a GPT with `fully_shard` gives the losses of training it unsharded, on one rank, with
-the same global batch, and those of PyTorch's FSDP2.
+the same global batch, and of training it with PyTorch FSDP2.
 """
 
 from __future__ import annotations
@@ -90,8 +90,8 @@ class Run:
 
 
 def gpt_on_meta(**changes: Any) -> GPTModel:
-    """Two layers, and an embedding that is also the output projection, unless changes say
-    otherwise.
+    """Two layers, and an embedding that is also the output projection, with `changes`
+    to the configuration.
     """
     values = {
         "ffn_hidden_size": 24,
@@ -149,7 +149,7 @@ def losses_on_one_rank(run: Run) -> list[float]:
 
 
 def move_gradients(source: nn.Module, target: nn.Module) -> None:
-    """Adds the gradients of one model to those of another, and clears them."""
+    """Adds one model's gradients to another's, and clears them."""
     for parameter, wider in zip(source.parameters(), target.parameters(), strict=True):
         gradient, parameter.grad = parameter.grad.to(wider.dtype), None
         wider.grad = gradient if wider.grad is None else wider.grad + gradient
@@ -228,10 +228,10 @@ def parity_cases() -> Iterator[Any]:
 
 
 @pytest.mark.parametrize(("run", "sharding"), list(parity_cases()))
-def test_losses_equal_those_of_one_rank_with_the_same_global_batch_and_of_fsdp2(run, sharding):
+def test_losses_match_one_rank_with_the_same_global_batch_and_fsdp2(run, sharding):
     expected = losses_on_one_rank(run)
     assert expected[-1] < 0.97 * expected[0], (
-        "it learns, so losses of weights that are not updated would differ"
+        "the loss falls, so losses of weights that are not updated would differ"
     )
     tolerance = TOLERANCES[run.dtype]
     for losses in run_ranks(run.world_size, _train_sharded, run, sharding):
@@ -252,7 +252,7 @@ def test_losses_equal_those_of_one_rank_with_the_same_global_batch_and_of_fsdp2(
         ),
     ],
 )
-def test_losses_on_accelerators_equal_those_of_one_rank_of_the_cpu(run, sharding):
+def test_losses_on_accelerators_match_one_rank_of_the_cpu(run, sharding):
     expected = losses_on_one_rank(run)
     for losses in run_ranks(run.world_size, _train_sharded, run, sharding, device="sim"):
         assert losses == pytest.approx(expected, rel=TOLERANCES[run.dtype], abs=0)

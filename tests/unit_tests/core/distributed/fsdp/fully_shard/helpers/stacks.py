@@ -71,7 +71,7 @@ def shard(
     policy: MixedPrecisionPolicy | None = None,
     **options: Any,
 ) -> FsdpContext:
-    """Shards modules, the inner ones of which come first, in a context of their own."""
+    """Shards modules in a new context; inner modules come first."""
     mesh, placements = line(), Placements.for_strategy(strategy)
     with fully_shard_context("cpu") as context:
         for module in modules:
@@ -80,8 +80,8 @@ def shard(
 
 
 def settle(context: FsdpContext) -> None:
-    """Waits for what is under way, where a test ends in the middle: the next model's messages take
-    the same ways.
+    """Waits for pending work, for tests that end in the middle: the next model uses the same
+    channels.
     """
     context.gather_lane.enqueue(lambda: None).wait()
 
@@ -166,8 +166,8 @@ def assert_resting(model: nn.Module) -> None:
 
 
 def outcome_of(call: Callable[[], Any]) -> str:
-    """What a call comes to, for the process that started the ranks to judge: they live on when it
-    is not expected.
+    """Returns the outcome of a call for the process that started the ranks, which survive an
+    unexpected one.
     """
     try:
         return str(call())
@@ -187,7 +187,7 @@ def sharded_parameters(module: nn.Module) -> list[nn.Parameter]:
 
 
 def compute_weights(model: Stack) -> list[torch.Tensor]:
-    """What the layers that run compute with, whole; the own rows are those of the main weights,
+    """Returns the whole weights of the layers that run; this rank's rows are the main weights,
     rounded.
     """
     found: list[torch.Tensor] = []
