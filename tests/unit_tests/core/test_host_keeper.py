@@ -192,7 +192,8 @@ def _cycles() -> None:
         before = len(list(folder.iterdir()))
         for _ in range(50):
             Child(cycle).result()
-        assert _comes_true(lambda: len(list(folder.iterdir())) == before)
+        # The keeper may not have noticed the end of the first process before.
+        assert _comes_true(lambda: len(list(folder.iterdir())) <= before)
 
 
 def test_a_keeper_holds_no_descriptor_of_ranks_that_have_ended(nursery):

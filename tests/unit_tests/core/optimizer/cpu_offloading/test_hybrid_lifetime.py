@@ -320,8 +320,8 @@ def slabs_mapped() -> Iterator[list[weakref.ref[memoryview]]]:
     """The memory of all slabs that are made meanwhile, weakly."""
     original, mapped = HostSlab._map, []
 
-    def mapping(slab: HostSlab, device: Any) -> None:
-        original(slab, device)
+    def mapping(slab: HostSlab, *args: Any) -> None:
+        original(slab, *args)
         mapped.append(weakref.ref(slab._memory))
 
     HostSlab._map = mapping
@@ -400,9 +400,9 @@ def test_the_host_side_of_replaced_parameters_is_freed_before_that_of_the_new_on
     backward(other)
     original = HostSlab._map
 
-    def mapping(slab: HostSlab, device: Any) -> None:
+    def mapping(slab: HostSlab, *args: Any) -> None:
         assert not any(view() is not None for view in views)
-        original(slab, device)
+        original(slab, *args)
 
     HostSlab._map = mapping
     try:

@@ -128,8 +128,8 @@ def slabs_mapped() -> Iterator[list[range]]:
     """The addresses of all slabs that are made meanwhile."""
     original, mapped = HostSlab._map, []
 
-    def mapping(slab: HostSlab, device: Any) -> None:
-        original(slab, device)
+    def mapping(slab: HostSlab, *args: Any) -> None:
+        original(slab, *args)
         begin = slab.tensor(0, slab.nbytes, torch.uint8).data_ptr()
         mapped.append(range(begin, begin + slab.nbytes))
 
