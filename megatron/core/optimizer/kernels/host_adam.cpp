@@ -310,49 +310,34 @@ bool has_body(int32_t body) {
   return body == kBaseline;
 }
 
-void adam(int32_t body, const Scalars& scalars, const Arrays& arrays, int64_t numel) {
+// Calls a function of a body, which the caller has found to be there.
 #if defined(__x86_64__)
-  if (body == kAvx512) return avx512::adam(scalars, arrays, numel);
-  if (body == kAvx2) return avx2::adam(scalars, arrays, numel);
+#define ON_BODY(body, ...) \
+  if (body == kAvx512) return avx512::__VA_ARGS__; \
+  if (body == kAvx2) return avx2::__VA_ARGS__; \
+  return baseline::__VA_ARGS__
+#else
+#define ON_BODY(body, ...) return (void)(body), baseline::__VA_ARGS__
 #endif
-  (void)body;
-  baseline::adam(scalars, arrays, numel);
+
+void adam(int32_t body, const Scalars& scalars, const Arrays& arrays, int64_t numel) {
+  ON_BODY(body, adam(scalars, arrays, numel));
 }
 
 void touch(int32_t body, const Arrays& arrays, int64_t numel) {
-#if defined(__x86_64__)
-  if (body == kAvx512) return avx512::touch(arrays, numel);
-  if (body == kAvx2) return avx2::touch(arrays, numel);
-#endif
-  (void)body;
-  baseline::touch(arrays, numel);
+  ON_BODY(body, touch(arrays, numel));
 }
 
 void raise_maximum(int32_t body, const float* weights, int64_t numel, float* maximum) {
-#if defined(__x86_64__)
-  if (body == kAvx512) return avx512::raise_maximum(weights, numel, maximum);
-  if (body == kAvx2) return avx2::raise_maximum(weights, numel, maximum);
-#endif
-  (void)body;
-  baseline::raise_maximum(weights, numel, maximum);
+  ON_BODY(body, raise_maximum(weights, numel, maximum));
 }
 
 void encode(int32_t body, const float* weights, int64_t numel, float multiplier, uint8_t* codes) {
-#if defined(__x86_64__)
-  if (body == kAvx512) return avx512::encode(weights, numel, multiplier, codes);
-  if (body == kAvx2) return avx2::encode(weights, numel, multiplier, codes);
-#endif
-  (void)body;
-  baseline::encode(weights, numel, multiplier, codes);
+  ON_BODY(body, encode(weights, numel, multiplier, codes));
 }
 
 void squares(int32_t body, const void* array, Type type, int64_t numel, double* row_sums) {
-#if defined(__x86_64__)
-  if (body == kAvx512) return avx512::squares(array, type, numel, row_sums);
-  if (body == kAvx2) return avx2::squares(array, type, numel, row_sums);
-#endif
-  (void)body;
-  baseline::squares(array, type, numel, row_sums);
+  ON_BODY(body, squares(array, type, numel, row_sums));
 }
 
 // Halves the sums, as if zeros filled them up to a power of two, until one is left.
