@@ -3,7 +3,8 @@
 It creates memfds, hands them over a Unix socket, and maps none. It belongs to one launcher, the
 process that starts and restarts the ranks, and ends with it, however that ends. Its socket has an
 abstract name made of the launcher's identity: two jobs never share a keeper, and a job that has
-ended leaves no keeper.
+ended leaves no keeper. Files belong to a rank of so many ranks: a job that goes on with another
+number of ranks has new files, and reads the earlier ones until it drops them.
 
 This file is also the keeper's program. It does not import the project, and starts in
 milliseconds.
@@ -23,6 +24,7 @@ import struct
 import subprocess
 import sys
 import time
+import weakref
 import zlib
 from collections import Counter
 from pathlib import Path
@@ -46,23 +48,29 @@ class Keeper:
     Attributes:
         files: the sizes in bytes of the files that the rank had as this process connected, by name.
         died_at: when the rank's last process died, in seconds since 1970; None: there was none.
+        earlier: the ranks that have files of this machine, by rank, from when the job had another
+            number of ranks, by that number. They have ended; their files can only be read.
     """
 
-    def __init__(self, launcher: int, rank: int) -> None:
+    def __init__(self, launcher: int, rank: int, world_size: int) -> None:
         """
         Args:
             launcher: process id of the launcher.
             rank: among all ranks of the job. Each has separate files.
+            world_size: the number of all ranks.
         """
         self.files: dict[str, int] = {}
         self.died_at: float | None = None
+        self.earlier: dict[int, dict[int, Keeper]] = {}
         self._address = b""
         self._launcher = launcher
         self._rank = rank
+        self._world_size = world_size
         self._alive: socket.socket | None = None  # the keeper closes its end when it dies
 
     def connect(self, *, starts: bool) -> None:
-        """Connects, and waits until an earlier process of this rank has ended.
+        """Connects, and waits until earlier processes of this rank, and all ranks from when there
+        was another number, have ended.
 
         Args:
             starts: whether to start a keeper if the machine has none; by one rank of a machine.
@@ -78,8 +86,12 @@ class Keeper:
         except OSError as error:
             raise KeeperError(f"The keeper cannot be used: {error}.") from error
         while (owner := (found := self._request("claim")[0])["owner"]) is not None:
-            _pause(deadline, f"process {owner}, which had the memory of rank {self._rank}, runs on")
+            _pause(deadline, f"process {owner}, which had memory of this job, runs on")
         self.files, self.died_at = found["files"], found["died_at"]
+        for world_size, rank, files, died_at in found["earlier"]:
+            other = Keeper(self._launcher, rank, world_size)
+            other._address, other.files, other.died_at = self._address, files, died_at
+            self.earlier.setdefault(world_size, {})[rank] = other
 
     def open(self, name: str, nbytes: int) -> int:
         """A new descriptor of the file of this name, which is created on the first request, and is
@@ -94,6 +106,12 @@ class Keeper:
         """Drops this rank's files. Their memory is freed once no process maps them."""
         self._request("forget")
         self.files = {}
+
+    def forget_earlier(self, but: int = 0) -> None:
+        """Drops the files from when the job had another number of ranks than now, or than `but`."""
+        for world_size in self.earlier.keys() - {but}:
+            for rank in self.earlier.pop(world_size).values():
+                rank.forget()
 
     @property
     def is_alive(self) -> bool:
@@ -123,7 +141,7 @@ class Keeper:
         return True
 
     def _request(self, what: str, **fields: object) -> tuple[dict[str, Any], list[int]]:
-        request = {"what": what, "rank": self._rank, **fields}
+        request = {"what": what, "place": [self._world_size, self._rank], **fields}
         try:
             with self._opened() as connection:
                 connection.sendall(json.dumps(request).encode())
@@ -153,11 +171,13 @@ class KeptMemory:
         is_restored: whether an earlier process of this rank wrote the contents, which must not be
             initialized.
         sizes: the bytes of each file that was mapped, by name.
+        mapped: the files that are still mapped, by name.
     """
 
     def __init__(self, keeper: Keeper) -> None:
         self.is_restored = False
         self.sizes: dict[str, int] = {}
+        self.mapped: weakref.WeakValueDictionary[str, mmap.mmap] = weakref.WeakValueDictionary()
         self._keeper = keeper
         self._numbers: Counter[str] = Counter()
 
@@ -173,7 +193,12 @@ class KeptMemory:
         name = f"{purpose} {self._numbers[purpose]}"
         self._numbers[purpose] += 1
         self.sizes[name] = nbytes
-        return self._map(name, nbytes)
+        self.mapped[name] = mapping = self._map(name, nbytes)
+        return mapping
+
+    def map_all(self) -> dict[str, mmap.mmap]:
+        """Maps all files that the rank had, by name."""
+        return {name: self._map(name, nbytes) for name, nbytes in self._keeper.files.items()}
 
     def check(self, sizes: dict[str, int]) -> None:
         """KeeperError unless the rank's files are these."""
@@ -316,6 +341,10 @@ class _Rank:
         self.owner: int | None = None  # process id of the process that has the files
         self.died_at: float | None = None
 
+    @property
+    def sizes(self) -> dict[str, int]:
+        return {name: size for name, (_, size) in self.files.items()}
+
     def forget(self) -> None:
         for descriptor, _ in self.files.values():
             os.close(descriptor)
@@ -327,7 +356,7 @@ class _Server:
 
     def __init__(self, launcher: int) -> None:
         self._launcher = os.pidfd_open(launcher)
-        self._ranks: dict[int, _Rank] = {}
+        self._ranks: dict[tuple[int, int], _Rank] = {}  # by world size and rank
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._listener.bind(_address(launcher))
         self._listener.listen(256)
@@ -378,19 +407,28 @@ class _Server:
                 response, descriptors = self._response(json.loads(asking.content), asking.pid)
                 rights = array.array("i", descriptors)
                 ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)] if descriptors else []
-                connection.sendmsg([json.dumps(response).encode()], ancillary)
+                content = json.dumps(response).encode()
+                connection.sendall(content[connection.sendmsg([content], ancillary) :])
 
     def _response(self, request: dict[str, Any], pid: int) -> tuple[dict[str, Any], list[int]]:
-        rank = self._ranks.setdefault(int(request["rank"]), _Rank())
+        world_size, number = request["place"]
+        rank = self._ranks.setdefault((world_size, number), _Rank())
         match request["what"]:
             case "claim":
-                files = {name: size for name, (_, size) in rank.files.items()}
-                owner = self._claim(rank, pid)
-                return {"owner": owner, "files": files, "died_at": rank.died_at}, []
+                others = {at: own for at, own in self._ranks.items() if at[0] != world_size}
+                owners = [own.owner for own in others.values() if own.owner is not None]
+                return {
+                    "owner": owners[0] if owners else self._claim(rank, pid),
+                    "files": rank.sizes,
+                    "died_at": rank.died_at,
+                    "earlier": [
+                        (*at, own.sizes, own.died_at) for at, own in others.items() if own.files
+                    ],
+                }, []
             case "forget":
                 rank.forget()
                 return {}, []
-            case "open" if rank.owner == pid:
+            case "open" if rank.owner == pid or (not rank.owner and request["name"] in rank.files):
                 return self._open(rank, str(request["name"]), int(request["nbytes"]))
         return {"error": "the rank has not claimed its files"}, []
 

@@ -45,7 +45,6 @@ from megatron.core.layer_execution import (
 from megatron.core.log import counted
 from megatron.core.low_precision.amax_history import AmaxHistory, update_histories
 from megatron.core.materialize import materialize, seeded_reset
-from megatron.core.optimizer.cpu_offloading.kept_updates import Landed
 from megatron.core.optimizer.cpu_offloading.plan import OffloadPlan
 from megatron.core.optimizer.distrib_optimizer import (
     build_optimizer,
@@ -292,17 +291,16 @@ class ModuleEngine:
 
     def finish_batch(
         self,
-        number: int,
-        landed: Sequence[Landed],
+        finish: Callable[[float | None], None],
         result: StepResult,
         grad_divisor: float,
         options: Sequence[Mapping[str, Any]],
     ) -> StepResult:
-        """Finishes a step of an earlier process in kept memory, from what a `StepJournal` has
+        """Finishes a step of earlier processes in kept memory, from what a `StepJournal` has
         recorded of it.
 
         Args:
-            number, landed: see `HybridDeviceOptimizer.finish_step`.
+            finish: see `DistributedOptimizer.finish_step`.
             options: of the optimizer's groups.
         """
         state = self.state
@@ -311,7 +309,7 @@ class ModuleEngine:
         for group, own in zip(groups, options, strict=True):
             group.update(own)
         norm = math.nan if result.is_skipped else result.grad_norm
-        state.optimizer.finish_step(number, landed, norm, grad_divisor=grad_divisor)
+        state.optimizer.finish_step(finish, norm, grad_divisor=grad_divisor)
         result = end_step(state.model, state.optimizer, result)
         return self._counted_step(result, learning_rate)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import random
 import shutil
 import socket
+import sys
 import time
 from itertools import pairwise
 from pathlib import Path
@@ -199,6 +200,30 @@ def test_with_a_kept_host_state_the_killed_job_loses_no_step(whole, tmp_path):
     for event, death in zip(resumed, deaths, strict=True):
         assert death <= event["failed_at"] + 1 <= event["time"] + 1, "up to the clock's steps"
     assert_goes_the_way_of(job, whole)
+
+
+# The project's launcher on a machine that loses one of two devices.
+ONE_DEVICE_LEFT = """
+import sys
+from megatron_hybrid import launcher
+launcher.usable_devices = lambda: {"DEVICES_OF_A_TEST": "1"}
+sys.exit(launcher.main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize(("fewer", "sizes"), [("3,1", [2, 1]), ("3,2", [2, 2])])
+def test_a_job_that_loses_a_device_goes_on_with_fewer_ranks_if_it_may(tmp_path, fewer, sizes):
+    job = Job(tmp_path / "fewer")
+    launcher = [sys.executable, "-c", ONE_DEVICE_LEFT, "--standalone", "--nproc-per-node", "2"]
+    launcher += ["--fallback-nproc-per-node", fewer, "--max-restarts", "1"]
+    flags = [*FLAGS, "--keep-host-state", "--inject", "kill:rank=1,step=4,at=step,delay=0.002"]
+    assert run(job, launcher, *flags) == 0, job.log
+    assert [event["world_size"] for event in job.events("start")] == sizes
+    _, resumed = job.events("resume")
+    assert (resumed["checkpoint"], resumed["world_size"]) == (None, sizes[-1])
+    assert resumed["failed_at"] is not None
+    assert job.losses()[-1][0] == NUM_ITERS
 
 
 # Hangs.

@@ -27,8 +27,8 @@ from megatron.core.dist_checkpointing.store import SIGN_FILE, Store, expect_fold
 _PIECE_BYTES = 16 << 20
 
 
-class ReadableCheckpoint(Protocol):
-    """A checkpoint to read from."""
+class ReadableTensors(Protocol):
+    """Tensors to read from, as a checkpoint has them."""
 
     @property
     def path(self) -> str:
@@ -42,12 +42,16 @@ class ReadableCheckpoint(Protocol):
     def plain(self) -> Collection[str]:
         """The keys of plain data."""
 
+    def read(self, key: str, offsets: Sequence[int], out: torch.Tensor) -> int:
+        """As `PublishedCheckpoint.read`."""
+
+
+class ReadableCheckpoint(ReadableTensors, Protocol):
+    """A checkpoint to read from."""
+
     @property
     def train_state(self) -> dict[str, Any]:
         """Plain data."""
-
-    def read(self, key: str, offsets: Sequence[int], out: torch.Tensor) -> int:
-        """As `PublishedCheckpoint.read`."""
 
     def read_plain(self, key: str) -> object:
         """As `PublishedCheckpoint.read_plain`."""

@@ -10,7 +10,7 @@ same coefficient unscales the gradients; reported norms are of unscaled gradient
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, Protocol
 
@@ -31,7 +31,6 @@ from megatron.core.optimizer.config import OptimizerConfig
 from megatron.core.optimizer.cpu_offloading.device_side import step_scaled
 from megatron.core.optimizer.cpu_offloading.groups import OffloadGroup, build_plan, groups_of
 from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDeviceOptimizer
-from megatron.core.optimizer.cpu_offloading.kept_updates import Landed
 from megatron.core.optimizer.cpu_offloading.plan import OffloadPlan
 from megatron.core.optimizer.loss_scaler import LossScaler, build_loss_scaler
 from megatron.core.optimizer.planning_optimizer import PlanningOptimizer
@@ -176,19 +175,23 @@ class DistributedOptimizer:
         return is_finite
 
     def finish_step(
-        self, number: int, landed: Sequence[Landed], grad_norm: float, *, grad_divisor: float = 1.0
+        self,
+        finish: Callable[[float | None], None],
+        grad_norm: float,
+        *,
+        grad_divisor: float = 1.0,
     ) -> None:
-        """As `step`, but finishes the step of an earlier process in kept memory.
+        """As `step`, but finishes the step of earlier processes in kept memory.
 
         Args:
-            number, landed: see `HybridDeviceOptimizer.finish_step`.
+            finish: finishes the updates, given the factor of the gradients; None: the step was
+                skipped.
         """
-        assert isinstance(self.optimizer, HybridDeviceOptimizer), "only it has kept memory"
         loss_scale, is_finite = self.loss_scale, math.isfinite(grad_norm)
         if self.loss_scaler is not None:
             self.loss_scaler = self.loss_scaler.after(found_inf=not is_finite)
         scale = self._grad_scale(grad_norm, loss_scale * grad_divisor) if is_finite else None
-        self.optimizer.finish_step(number, landed, scale)
+        finish(scale)
 
     def _grad_scale(self, grad_norm: float, divisor: float) -> float:
         """The factor of gradients that are `divisor` times too large."""

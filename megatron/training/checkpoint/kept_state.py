@@ -8,8 +8,8 @@
 A step is recorded in the keeper's memory (host_keeper.py) as it proceeds:
 
     record    number   when                                     contents
-    built     1        once the model has been built            the settings' digest, and the sizes
-                                                                of all memory files
+    built     1        once the model has been built            the settings' digest, and what the
+                                                                memory files contain
     ended     n        before the first step, and after each    the plain data of a checkpoint
     landed    n        all gradients are in host memory         random states, buffers, and which
                                                                 parameters have gradients
@@ -19,32 +19,45 @@ A step is recorded in the keeper's memory (host_keeper.py) as it proceeds:
 of finished iterations. The ranks' vote comes between `landed` and `decided`. So if any rank has
 decided a step, all ranks have its gradients, and finish it; otherwise no rank has changed its
 states, and the step is made anew.
+
+After a change of the number of ranks, the new ones have new files. They load the state of the
+earlier ranks (kept_ranks.py), whose files are dropped with the first step that the new ranks have
+decided: until then, a restart begins with the earlier files again.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import hashlib
-import io
 import json
 import logging
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from typing import Any, NamedTuple
+from functools import partial
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from megatron.core.device import Device
+from megatron.core.dist_checkpointing.agreement import on_all_ranks
 from megatron.core.dist_checkpointing.errors import CheckpointError
-from megatron.core.host_keeper import Keeper, KeeperError, KeptMemory, Records
+from megatron.core.host_keeper import Keeper, KeeperError, KeptMemory
 from megatron.core.issued_collectives import issuing
 from megatron.core.low_precision.amax_history import AmaxHistory
 from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDeviceOptimizer
 from megatron.core.optimizer.cpu_offloading.kept_updates import Landed
 from megatron.core.options import ConfigError
+from megatron.training.checkpoint.kept_ranks import (
+    KINDS,
+    SOURCE,
+    EarlierRanks,
+    RankRecords,
+    packed,
+    unpacked,
+)
 from megatron.training.checkpoint.load_extras import RunData
 from megatron.training.checkpoint.run_info import RecoverInfo
 from megatron.training.config import RunConfig
@@ -55,8 +68,6 @@ from megatron.training.step import StepResult
 
 logger = logging.getLogger(__name__)
 
-_KINDS = ("built", "ended", "landed", "decided")
-_SOURCE = "the kept host state"
 _NEVER = 2**62  # as a time in milliseconds
 
 
@@ -79,16 +90,19 @@ class KeptState:
 
     Attributes:
         memory: where the host memory of the engine comes from.
+        is_found: whether there is a state to `restore`.
     """
 
     def __init__(self, config: RunConfig, device: Device, keeper: Keeper, identity: str) -> None:
         """Use `open`."""
         self.memory = KeptMemory(keeper)
+        self.is_found = False
         self._config = config
         self._device = device
         self._keeper = keeper
         self._identity = identity
-        self._records = Records(self.memory, _KINDS)
+        self._records = RankRecords(self.memory)
+        self._earlier: EarlierRanks | None = None  # to restore the state of
         self._engine: ModuleEngine | None = None
         self._number = 0  # of the step to restore
         self._has_warned = False
@@ -96,40 +110,43 @@ class KeptState:
     @classmethod
     def open(cls, config: RunConfig, launch: Launch, device: Device) -> KeptState | None:
         """Connects to the keeper, and finds out whether there is a state that all ranks can
-        continue from (`memory.is_restored`). All ranks call it together.
+        continue from (`is_found`), in their memory (`memory.is_restored`) or in that of another
+        number of ranks. All ranks call it together.
 
         Returns:
             None, after a warning, if any rank has no keeper.
         """
-        keeper = Keeper(os.getppid(), launch.rank)
-        kept, is_intact = None, False
+        keeper = Keeper(os.getppid(), launch.rank, launch.world_size)
+        kept, is_intact, earlier = None, False, None
         try:
             keeper.connect(starts=launch.local_rank == 0)
-            kept = cls(config, device, keeper, _identity(config, launch))
-            is_intact = kept._is_intact()
+            kept = cls(config, device, keeper, _identity(config))
+            earlier = EarlierRanks.find(keeper, kept._identity)
+            is_intact = kept._records.are_of(kept._identity)
         except KeeperError as error:
             logger.warning("%s", error)
         if not _least(kept is not None, device) or kept is None:
             logger.warning("--keep-host-state has no effect: a rank has no keeper")
             with suppress(KeeperError):
                 keeper.forget()
+                keeper.forget_earlier()
             keeper.close()
             return None
 
-        kept._agree(is_intact)
+        kept._agree(is_intact, earlier)
         if not kept.memory.is_restored:
-            if launch.restart_count and launch.rank == 0:
-                logger.warning("there is no kept host state that all ranks can continue from")
             kept.memory.forget()
-            kept._records = Records(kept.memory, _KINDS)
+            kept._records = RankRecords(kept.memory)
+        kept._check_earlier()
+        if not kept.is_found and launch.restart_count and launch.rank == 0:
+            logger.warning("there is no kept host state that all ranks can continue from")
         return kept
 
     def attach(self, engine: ModuleEngine) -> None:
         """Takes the engine, which has been built with this memory."""
         self._engine = engine
         if not self.memory.is_restored:
-            built = {"identity": self._identity, "sizes": self.memory.sizes}
-            self._records.write("built", 1, json.dumps(built).encode())
+            self._records.write_built(self._identity, engine.model, self._optimizer)
 
     # Recording
 
@@ -140,7 +157,7 @@ class KeptState:
             "rng": rng_state(self._device),
             "buffers": {name: own.cpu() for name, own in _buffers(self._own_engine.model)},
         }
-        self._records.write("landed", self._coming, _packed(content))
+        self._records.write("landed", self._coming, packed(content))
 
     def decided(self, result: StepResult, grad_divisor: float) -> None:
         optimizer = self._optimizer
@@ -154,7 +171,9 @@ class KeptState:
                 for group in optimizer.param_groups
             ],
         }
-        self._records.write("decided", self._coming, _packed(content))
+        self._records.write("decided", self._coming, packed(content))
+        with suppress(KeeperError):
+            self._keeper.forget_earlier()
         optimizer.number_step(self._coming)
         if not self._has_warned and not self._keeper.is_alive:
             self._has_warned = True
@@ -169,8 +188,10 @@ class KeptState:
 
     def forget(self) -> None:
         """Drops all records: a restarted run resumes from a checkpoint."""
-        for kind in _KINDS:
+        for kind in KINDS:
             self._records.clear(kind)
+        with suppress(KeeperError):
+            self._keeper.forget_earlier()
 
     # Restoring
 
@@ -189,55 +210,89 @@ class KeptState:
             raise
 
     def _restored(self) -> Restored:
-        engine, number = self._own_engine, self._number
-        state = engine.state
-        decided = _unpacked(self._decided())
-        before = self._info(number)
-        RunData.of(self._config.checkpoint, self._config.schedule, state, before, _SOURCE).install(
+        engine, number, earlier = self._own_engine, self._number, self._earlier
+        state, model, optimizer = engine.state, engine.model, self._optimizer
+        records = [self._records] if earlier is None else earlier.records
+        keepers = [self._keeper] if earlier is None else earlier.keepers
+        decided = unpacked(self._decided(records))
+        before = _info(records[0], number)
+        RunData.of(self._config.checkpoint, self._config.schedule, state, before, SOURCE).install(
             state
         )
-        own = _unpacked(self._records.read("landed")[number])
-        for name, buffer in _buffers(engine.model):
-            buffer.copy_(own["buffers"][name])
+        steps = [unpacked(each.read("landed")[number]) for each in records]
+        for name, buffer in _buffers(model):
+            # Equal on all ranks, but for maxima, of which the end of the step takes the largest.
+            buffer.copy_(torch.stack([each["buffers"][name] for each in steps]).amax(0))
+        landed = [[Landed(*each) for each in own["landed"]] for own in steps]
+
+        def take_over(earlier: EarlierRanks, grad_scale: float | None) -> None:
+            on_all_ranks(lambda: earlier.finish(optimizer, landed, grad_scale))
+            on_all_ranks(lambda: earlier.load(model, optimizer))
+
         result = engine.finish_batch(
-            number,
-            [Landed(*each) for each in own["landed"]],
+            partial(optimizer.finish_step, number, landed[0])
+            if earlier is None
+            else partial(take_over, earlier),
             StepResult(**decided["result"]),
             decided["grad_divisor"],
             decided["options"],
         )
-        set_rng_state(self._device, own["rng"])
+        if earlier is None:
+            set_rng_state(self._device, steps[0]["rng"])
+        else:
+            logger.info(
+                "the kept host state is from %d ranks: dropout continues with new random states",
+                len(records),
+            )
 
-        has_ended = self._least(number + 1 in self._records.read("ended")) == 1
-        failed_at = self._least(_milliseconds(self._keeper.died_at)) / 1000
+        has_ended = self._least(all(number + 1 in each.read("ended") for each in records)) == 1
+        died_at = min(_milliseconds(keeper.died_at) for keeper in keepers)
+        failed_at = self._least(died_at) / 1000
+        self._earlier = None
         if has_ended:
-            return Restored(self._info(number + 1), None, failed_at)
+            return Restored(_info(records[0], number + 1), None, failed_at)
         return Restored(before, result, failed_at)
 
-    def _is_intact(self) -> bool:
-        """Whether this rank has all memory files of a run with these settings."""
-        content = self._records.read("built").get(1)
-        built = {} if content is None else json.loads(content)
-        if built.get("identity") != self._identity:
-            return False
-        self.memory.check(built["sizes"])
-        return True
-
-    def _agree(self, is_intact: bool) -> None:
+    def _agree(self, is_intact: bool, earlier: EarlierRanks | None) -> None:
         """Finds the last step that any rank has decided, and whether all can finish it."""
-        decided = self._records.read("decided") if is_intact else {}
-        number = -self._least(-max(decided, default=0))
-        can_finish = (
-            is_intact
-            and number in self._records.read("landed")
-            and number in self._records.read("ended")
-        )
-        self.memory.is_restored = number > 0 and self._least(can_finish) == 1
-        self._number = number
+        number = -self._least(-self._records.last_decided() if is_intact else 0)
+        can_finish = is_intact and self._records.can_finish(number)
+        if self._least(can_finish) == 0:
+            number = 0
+        # All ranks must have found the same earlier ones.
+        found = 0 if earlier is None else (earlier.number << 32) + len(earlier.records)
+        if self._least(found) != -self._least(-found):
+            earlier = None
+        if earlier is not None and earlier.number > number:
+            self._earlier, self._number = earlier, earlier.number
+        else:
+            self.memory.is_restored, self._number = number > 0, number
+        self.is_found = self._number > 0
 
-    def _decided(self) -> bytes:
+    def _check_earlier(self) -> None:
+        """Drops all earlier files but those to continue from, and those too if the machine has no
+        memory for a second state.
+        """
+        earlier = self._earlier
+        self._keeper.forget_earlier(but=0 if earlier is None else len(earlier.records))
+        if earlier is None:
+            return
+        self._least(True)  # all ranks have dropped theirs
+        if not self._least(earlier.fits()):
+            if dist.get_rank() == 0:
+                logger.warning(
+                    "the host has no memory for a second state, which a change from %d ranks to %d "
+                    "needs meanwhile",
+                    len(earlier.records),
+                    dist.get_world_size(),
+                )
+            self._keeper.forget_earlier()
+            self._earlier, self.is_found = None, False
+
+    def _decided(self, records: Sequence[RankRecords]) -> bytes:
         """The record of the decision, which some ranks may lack."""
-        own = self._records.read("decided").get(self._number)
+        found = (each.read("decided").get(self._number) for each in records)
+        own = next((content for content in found if content is not None), None)
         rank = dist.get_rank()
         source = self._least(rank if own is not None else dist.get_world_size())
         content = own or b""
@@ -250,14 +305,11 @@ class KeptState:
             dist.broadcast(data, source)
         content = data.cpu().numpy().tobytes()
         if own is None:
-            self._records.write("decided", self._number, content)
+            records[0].write("decided", self._number, content)
         return content
 
     def _least(self, value: int) -> int:
         return _least(value, self._device)
-
-    def _info(self, number: int) -> RecoverInfo:
-        return RecoverInfo.from_plain(json.loads(self._records.read("ended")[number]), _SOURCE)
 
     @property
     def _own_engine(self) -> ModuleEngine:
@@ -276,10 +328,13 @@ class KeptState:
         return self._own_engine.state.step_info.iteration + 1
 
 
-def _identity(config: RunConfig, launch: Launch) -> str:
+def _info(records: RankRecords, number: int) -> RecoverInfo:
+    return RecoverInfo.from_plain(json.loads(records.read("ended")[number]), SOURCE)
+
+
+def _identity(config: RunConfig) -> str:
     """Differs for runs that cannot use each other's memory."""
-    place = [launch.rank, launch.world_size, torch.__version__]
-    plain = json.dumps([config.values(), place], sort_keys=True, default=str)
+    plain = json.dumps([config.values(), torch.__version__], sort_keys=True, default=str)
     return hashlib.sha256(plain.encode()).hexdigest()
 
 
@@ -304,17 +359,6 @@ def _is_plain(value: object) -> bool:
     return isinstance(value, (bool, int, float, str)) or (
         isinstance(value, tuple) and all(map(_is_plain, value))
     )
-
-
-def _packed(content: Mapping[str, Any]) -> bytes:
-    stream = io.BytesIO()
-    torch.save(content, stream)
-    return stream.getvalue()
-
-
-def _unpacked(content: bytes) -> dict[str, Any]:
-    found: dict[str, Any] = torch.load(io.BytesIO(content), weights_only=True)
-    return found
 
 
 def _milliseconds(seconds: float | None) -> int:

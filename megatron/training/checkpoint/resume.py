@@ -79,7 +79,7 @@ class Resumer:
             **on_first_rank(lambda: vars(self._earlier_findings()), "reading the event log")
         )
 
-        restored = None if kept is None or not kept.memory.is_restored else kept.restore()
+        restored = kept.restore() if kept is not None and kept.is_found else None
         flags, resumes = (None, False) if restored is not None else self._flags(known)
         loaded = None
         if restored is not None:

@@ -26,14 +26,14 @@ def nursery() -> Iterator[Forks]:
         yield found
 
 
-def _connected(pid: int, rank: int = 0) -> Keeper:
-    keeper = Keeper(pid, rank)
+def _connected(pid: int, rank: int = 0, world_size: int = 1) -> Keeper:
+    keeper = Keeper(pid, rank, world_size)
     keeper.connect(starts=True)
     return keeper
 
 
-def _memory(pid: int, rank: int = 0) -> KeptMemory:
-    return KeptMemory(_connected(pid, rank))
+def _memory(pid: int, rank: int = 0, world_size: int = 1) -> KeptMemory:
+    return KeptMemory(_connected(pid, rank, world_size))
 
 
 def _comes_true(condition: Callable[[], bool]) -> bool:
@@ -47,8 +47,8 @@ def _die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _write_and_die(pid: int, rank: int, content: bytes) -> None:
-    memory = _memory(pid, rank)
+def _write_and_die(pid: int, rank: int, content: bytes, world_size: int = 1) -> None:
+    memory = _memory(pid, rank, world_size)
     memory.map("states", 1 << 20)[: len(content)] = content
     _die()
 
@@ -152,6 +152,36 @@ def _waiting() -> None:
 
 def test_a_rank_waits_until_its_predecessor_has_ended(nursery):
     nursery.run(_waiting)
+
+
+def _other_numbers() -> None:
+    with launcher() as pid:
+        ready, theirs = os.pipe()
+        holder = Child(_hold, pid, theirs)
+        os.read(ready, 1)
+        taker = Child(lambda: _connected(pid, 1, 3).earlier.keys())
+        time.sleep(0.3)
+        assert not taker.has_ended
+        os.kill(holder.pid, signal.SIGKILL)
+        assert taker.result() == {1}
+        holder.end()
+
+        assert Child(_write_and_die, pid, 1, b"abc", 2).end() == KILLED
+        keeper = _connected(pid, 1, 3)
+        assert keeper.files == {}
+        earlier = keeper.earlier[2][1]
+        assert earlier.died_at is not None
+        assert KeptMemory(earlier).map("states", 1 << 20)[:3] == b"abc"
+        with pytest.raises(KeeperError):
+            earlier.open("states 1", 1 << 20)
+        keeper.forget_earlier(but=2)
+        assert _connected(pid, 0, 3).earlier.keys() == {2}
+        keeper.forget_earlier()
+        assert _connected(pid, 0, 3).earlier == {}
+
+
+def test_ranks_read_the_memory_of_another_number_of_ranks_that_have_ended(nursery):
+    nursery.run(_other_numbers)
 
 
 def _refusals() -> None:

@@ -21,7 +21,7 @@ from typing import NamedTuple
 import torch
 
 from megatron.core.dist_checkpointing.errors import CheckpointError, expect_same_model
-from megatron.core.dist_checkpointing.formats import ReadableCheckpoint
+from megatron.core.dist_checkpointing.formats import ReadableTensors
 from megatron.core.dist_checkpointing.layout.saved import (
     FrozenChanges,
     SavedTensor,
@@ -54,7 +54,7 @@ class Wanted(NamedTuple):
 
 
 def check_contents(
-    checkpoint: ReadableCheckpoint,
+    checkpoint: ReadableTensors,
     contents: Contents,
     skip: Sequence[str] = (),
     strictness: str = "raise_all",
@@ -166,7 +166,7 @@ def check_data(checkpoint: PublishedCheckpoint, wanted: Wanted) -> int:
         return sum(pool.map(check, wanted.entries))
 
 
-def load_entries(checkpoint: ReadableCheckpoint, contents: Contents, wanted: Wanted) -> int:
+def load_entries(checkpoint: ReadableTensors, contents: Contents, wanted: Wanted) -> int:
     """Reads this rank's part of the entries, in place. Each byte is read once, and compared with
     its digest before the next ones are read.
 
@@ -261,7 +261,7 @@ def _is_scaled(shared: Sequence[Entry]) -> bool:
 
 
 def _load(
-    checkpoint: ReadableCheckpoint, shared: Sequence[Entry], counters: Mapping[Values, torch.Tensor]
+    checkpoint: ReadableTensors, shared: Sequence[Entry], counters: Mapping[Values, torch.Tensor]
 ) -> int:
     values, num_bytes = shared[0].values, 0
     if values in counters:
@@ -277,7 +277,7 @@ def _load(
 
 
 def _fused_counters(
-    checkpoint: ReadableCheckpoint, entries: Sequence[Entry]
+    checkpoint: ReadableTensors, entries: Sequence[Entry]
 ) -> dict[Values, torch.Tensor]:
     """The counters of fused weights: one number here, and one for each section there.
 
@@ -298,7 +298,7 @@ def _fused_counters(
     return found
 
 
-def _read_counter(checkpoint: ReadableCheckpoint, entry: Entry) -> torch.Tensor:
+def _read_counter(checkpoint: ReadableTensors, entry: Entry) -> torch.Tensor:
     counter = torch.empty(entry.values.shape, dtype=entry.values.dtype)
     checkpoint.read(entry.key, entry.offsets, counter)
     return counter

@@ -151,6 +151,12 @@ class RuleExecutor(Executor):
         nbytes = sum(piece.traffic for piece in pieces)
         return BucketStep(self.bucket, gradients, begin, start, pieces, nbytes, matrices)
 
+    def arrays(self) -> dict[str, torch.Tensor]:
+        """All arrays of the bucket, by the name that a `Piece` has for them."""
+        bucket = self.bucket
+        own = {"grad": bucket.grad, "weight": bucket.main_weight, "out": bucket.weight}
+        return {**own, **self._arrays}
+
     def _planned_pieces(self, slots: Sequence[int], scalars: Sequence[Hashable]) -> list[Piece]:
         """The pieces of some slots with the scalars of each."""
         # The first slot with the same scalars stands for them until the pieces are reused.

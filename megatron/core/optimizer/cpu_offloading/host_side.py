@@ -15,6 +15,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from megatron.core.device import Device
+from megatron.core.host_keeper import KeptMemory
 from megatron.core.lane_timings import (
     D2H,
     H2D,
@@ -38,6 +39,7 @@ from megatron.core.optimizer.cpu_offloading.executors import (
 )
 from megatron.core.optimizer.cpu_offloading.host_layout import HostAllocator
 from megatron.core.optimizer.cpu_offloading.hybrid_settings import HybridSettings
+from megatron.core.optimizer.cpu_offloading.kept_layout import KeptBucket, KeptFiles, KeptSlot
 from megatron.core.optimizer.cpu_offloading.kept_updates import KeptUpdates, Landed
 from megatron.core.optimizer.cpu_offloading.streamed_pass import (
     NUM_SLOTS,
@@ -361,6 +363,49 @@ class HostSide:
             kept.finish(kernel, pieces, grad_scale)
         for bucket in self.buckets:
             bucket.reload()
+
+    def kept_buckets(
+        self,
+        files: KeptFiles,
+        groups: Mapping[nn.Parameter, int],
+        names: Mapping[torch.Tensor, list[str]],
+    ) -> list[KeptBucket]:
+        """See `HybridDeviceOptimizer.kept_buckets`."""
+        found = []
+        for executor in self.executors:
+            assert isinstance(executor, RuleExecutor), "kept memory needs a rule"
+            slots = [
+                KeptSlot(offset, numel, groups[parameter], names[parameter])
+                for parameter, offset, numel in executor.bucket.slots
+            ]
+            placed = {name: files.place(array) for name, array in executor.arrays().items()}
+            arrays = {name: array for name, array in placed.items() if array is not None}
+            found.append(KeptBucket(executor.bucket.numel, slots, arrays))
+        return found
+
+    def finish_earlier(
+        self,
+        number: int,
+        memory: KeptMemory,
+        buckets: Sequence[KeptBucket],
+        landed: Sequence[Landed],
+        groups: Sequence[Options],
+        grad_scale: float,
+    ) -> None:
+        """See `HybridDeviceOptimizer.finish_earlier`."""
+        rule, kernel = self.rule, self._kernel
+        assert rule is not None, "kept memory needs a rule"
+        assert kernel is not None, "kept memory needs a rule"
+        files = KeptFiles(memory.map_all())
+        kept = KeptUpdates(memory, self._device, buckets)
+        kept.step = number
+        both = enumerate(zip(buckets, landed, strict=True))
+        pieces = {
+            place: bucket.pieces(rule, files, own.counts, own.stepped, groups)
+            for place, (bucket, own) in both
+            if own.stepped
+        }
+        kept.finish(kernel, pieces, grad_scale)
 
     def _plan(
         self, executor: Executor, gradients: Mapping[nn.Parameter, torch.Tensor | None]

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import FrameType
 from typing import Any, NamedTuple, NoReturn
 
@@ -28,6 +28,7 @@ from megatron.core.optimizer.config import DEFAULT_OPTIMIZER_FRACTION, Overlap
 from megatron.core.optimizer.cpu_offloading.both_sides import BothSides, options_of
 from megatron.core.optimizer.cpu_offloading.host_side import HostStep
 from megatron.core.optimizer.cpu_offloading.hybrid_settings import HybridSettings, updaters_of
+from megatron.core.optimizer.cpu_offloading.kept_layout import KeptBucket, KeptFiles
 from megatron.core.optimizer.cpu_offloading.kept_updates import Landed
 from megatron.core.optimizer.cpu_offloading.plan import OffloadPlan
 from megatron.core.optimizer.kernels.piece import check_grad_scale
@@ -316,6 +317,42 @@ class HybridDeviceOptimizer(PlanningOptimizer):
         self._revision += 1
         options = options_of(self.param_groups)
         self._sides.host_side.finish_step(number, landed, options, grad_scale)
+
+    def kept_buckets(
+        self, files: KeptFiles, names: Mapping[torch.Tensor, list[str]]
+    ) -> list[KeptBucket]:
+        """Describes kept memory for processes that have other buckets.
+
+        Args:
+            files: the mapped files.
+            names: the names of each parameter in checkpoints.
+        """
+        groups = {
+            parameter: number
+            for number, group in enumerate(self.param_groups)
+            for parameter in group["params"]
+        }
+        return self._sides.host_side.kept_buckets(files, groups, names)
+
+    @torch.no_grad()
+    def finish_earlier(
+        self,
+        number: int,
+        memory: KeptMemory,
+        buckets: Sequence[KeptBucket],
+        landed: Sequence[Landed],
+        grad_scale: float,
+    ) -> None:
+        """Finishes a step in the kept memory of an earlier rank, whose buckets were others. This
+        optimizer's states do not change.
+
+        Args:
+            number, landed, grad_scale: see `finish_step`. The options are those of the groups.
+            memory, buckets: of the earlier rank.
+        """
+        self._sides.host_side.finish_earlier(
+            number, memory, buckets, landed, self.param_groups, grad_scale
+        )
 
     def expect_grad_scale(self, grad_scale: float) -> None:
         self._sides.host_side.expect_grad_scale(grad_scale)

@@ -26,6 +26,7 @@ from megatron.core.device import Device
 from megatron.core.host_keeper import KeptMemory
 from megatron.core.host_memory import HostSlab
 from megatron.core.optimizer.cpu_offloading.bucket import Bucket
+from megatron.core.optimizer.cpu_offloading.kept_layout import KeptBucket
 from megatron.core.optimizer.kernels.piece import ROW_NUMEL, HostKernel, Piece, RowLog
 
 CHUNK_NUMEL = 1 << 16
@@ -56,7 +57,9 @@ class KeptUpdates:
         step: the number of the step whose updates are carried out, more than 0.
     """
 
-    def __init__(self, memory: KeptMemory, device: Device, buckets: Sequence[Bucket]) -> None:
+    def __init__(
+        self, memory: KeptMemory, device: Device, buckets: Sequence[Bucket | KeptBucket]
+    ) -> None:
         """Maps the numbers and the undo slots."""
         self.step = 0
         sizes = [_COUNTERS + _num_chunks(bucket) for bucket in buckets]
@@ -174,7 +177,7 @@ def slot_bytes(numel: int) -> int:
     return _HEADER_BYTES + numel * _WIDEST * _MOST_ARRAYS
 
 
-def _num_chunks(bucket: Bucket) -> int:
+def _num_chunks(bucket: Bucket | KeptBucket) -> int:
     """At most: pieces are of whole parameters."""
     return bucket.numel // CHUNK_NUMEL + len(bucket.slots)
 

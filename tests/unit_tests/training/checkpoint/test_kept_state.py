@@ -25,9 +25,14 @@ import pytest
 import pretrain_gpt
 from megatron.core import host_keeper
 from megatron.core.host_keeper import Keeper
+from megatron.core.host_memory import HostLimits
 from megatron.core.lanes import ThreadLane
+from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDeviceOptimizer
 from megatron.core.optimizer.cpu_offloading.kept_updates import KeptUpdates
 from megatron.core.options import ConfigError
+from megatron.training.checkpoint import kept_ranks
+from megatron.training.checkpoint.kept_ranks import EarlierRanks
+from megatron.training.checkpoint.kept_state import KeptState
 from megatron.training.health.events import EventKind, read_events
 from megatron.training.loop import Loop
 from tests.functional_tests.helpers.runs import SETTINGS, losses
@@ -179,18 +184,26 @@ def _undisturbed(
 
 def _killed(
     root: Path,
-    world_size: int,
+    world_sizes: Sequence[int],
     moments: Sequence[Moment],
     flags: Sequence[str],
     between: Callable[[], None],
+    disturb: Callable[[], None] = lambda: None,
 ) -> Outcome:
-    """Starts a run, kills it at each of the moments of a start, and lets it end."""
-    for restart, moment in enumerate(moments):
+    """Starts a run, kills it at each of the moments of a start, and lets it end.
+
+    Args:
+        world_sizes: of each start.
+        disturb: called in this process, before the ranks start.
+    """
+    disturb()
+    *others, last = world_sizes
+    for restart, (world_size, moment) in enumerate(zip(others, moments, strict=True)):
         killed = _start(root, world_size, [*KEPT, *flags], restart, moment)
         assert killed is None, f"not killed at {moment}"
         between()
-    assert _start(root, world_size, [*KEPT, *flags], len(moments)) is not None
-    return _outcome(root, world_size)
+    assert _start(root, last, [*KEPT, *flags], len(moments)) is not None
+    return _outcome(root, last)
 
 
 class Scene:
@@ -215,18 +228,14 @@ class Scene:
         flags: Sequence[str] = (),
         between: Callable[[], None] = lambda: None,
         disturb: Callable[[], None] = lambda: None,
+        world_sizes: Sequence[int] = (),
     ) -> list[tuple[int, bool]]:
-        """The starts of a run that ends with the bits of the undisturbed one. `disturb` is called
-        in the process that starts the ranks.
-        """
-
+        """The starts of a run that ends with the bits of the undisturbed one."""
+        sizes = world_sizes or [self._world_size] * (len(moments) + 1)
         own = [*self._flags, *flags]
-
-        def run(*args: Any) -> Outcome:
-            disturb()
-            return _killed(*args, flags=own, between=between)
-
-        starts, values = self._nursery.run(run, self._folder(), self._world_size, moments)
+        starts, values = self._nursery.run(
+            _killed, self._folder(), sizes, moments, own, between, disturb
+        )
         for name, value in self._expected.items():
             assert values[name] == value, name
         return starts
@@ -306,6 +315,118 @@ def test_a_run_killed_at_the_start_of_a_phase_repeats_at_most_one_step(scene_of,
     assert scene_of(1).starts([NEVER], inject) == [(2, True)]
 
 
+# Other numbers of ranks. A batch can be divided over 1, 2 or 3 of them.
+RESIZED = "--micro-batch-size 1 --global-batch-size 6".split()
+IN_STEP_2 = Moment("optimizer host", NUM_BUCKETS, True)
+IN_FIRST_STEP = Moment("optimizer host", 0, True)
+
+
+def _resized_through_checkpoints(
+    root: Path, world_sizes: Sequence[int], ends: Sequence[int], flags: Sequence[str]
+) -> Outcome:
+    """A run that saves and ends at some iterations, and goes on with other numbers of ranks."""
+    for restart, (world_size, end) in enumerate(zip(world_sizes, ends, strict=True)):
+        assert _start(root, world_size, [*flags, "--exit-interval", str(end)], restart) is not None
+    return _outcome(root, world_sizes[-1])
+
+
+def _assert_like(values: dict[str, object], expected: dict[str, object]) -> None:
+    """Equal bits of states, and losses to 1e-6."""
+    assert values.keys() == expected.keys()
+    for name in ("losses", "evaluator"):
+        assert values[name] == pytest.approx(expected[name], rel=1e-6), name
+    for name in values.keys() - {"losses", "evaluator", "logger"}:
+        assert values[name] == expected[name], name
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        [],
+        pytest.param(["--data-parallel-sharding-strategy", "optim"], marks=pytest.mark.wide),
+        pytest.param(["--data-parallel-sharding-strategy", "optim_grads"], marks=pytest.mark.wide),
+        pytest.param(["--fp8-format", "hybrid", "--fp8-recipe", "delayed"], marks=pytest.mark.wide),
+    ],
+)
+def test_a_job_goes_on_with_1_and_3_of_2_ranks_as_from_checkpoints(nursery, home, flags):
+    own, folder, sizes = [*RESIZED, *flags], Path(tempfile.mkdtemp(dir=home)), (2, 1, 3)
+    _, expected = nursery.run(
+        _resized_through_checkpoints, folder / "saved", sizes, (2, 3, ITERATIONS), own
+    )
+    moments = [IN_STEP_2, IN_FIRST_STEP]
+    starts, values = nursery.run(
+        _killed, folder / "kept", sizes, moments, own, lambda: None, lambda: None
+    )
+    assert starts == [(2, True), (3, True)]
+    _assert_like(values, expected)
+
+
+def _kill_after(owner: type, name: str, restart: int) -> None:
+    """Has a method kill its process at its end, in one of the starts."""
+    method = getattr(owner, name)
+
+    def dying(self: Any, *args: Any) -> Any:
+        found = method(self, *args)
+        if os.environ["TORCHELASTIC_RESTART_COUNT"] == str(restart):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return found
+
+    setattr(owner, name, dying)
+
+
+def test_ranks_killed_before_their_first_step_after_a_resize_begin_it_again(nursery, home):
+    def disturb() -> None:
+        _kill_after(HybridDeviceOptimizer, "finish_earlier", 1)  # one of two ranks' step
+        _kill_after(KeptState, "landed", 2)
+
+    folder = Path(tempfile.mkdtemp(dir=home))
+    _, expected = nursery.run(
+        _resized_through_checkpoints, folder / "saved", (2, 3), (2, ITERATIONS), RESIZED
+    )
+    moments = [IN_STEP_2, NEVER, NEVER]
+    starts, values = nursery.run(
+        _killed, folder / "kept", (2, 1, 3, 3), moments, RESIZED, lambda: None, disturb
+    )
+    assert starts == [(2, True), (2, True)]
+    _assert_like(values, expected)
+
+
+def test_a_resize_that_was_killed_leaves_the_state_of_the_earlier_ranks(scene_of):
+    def disturb() -> None:
+        _kill_after(EarlierRanks, "load", 1)
+
+    scene = scene_of(2, *RESIZED)
+    starts = scene.starts([IN_STEP_2, NEVER], disturb=disturb, world_sizes=(2, 1, 2))
+    assert starts == [(2, True)]
+
+
+def _damage_a_rank() -> None:
+    def truncate() -> None:
+        keeper = Keeper(os.getppid(), 0, 1)
+        keeper.connect(starts=False)
+        rank = keeper.earlier[2][1]
+        os.ftruncate(rank.open("states 0", rank.files["states 0"]), 4096)
+
+    Child(truncate).result()
+
+
+def _fill_memory() -> None:
+    class Full:
+        @staticmethod
+        def read() -> HostLimits:
+            return HostLimits(1000, None)
+
+    kept_ranks.HostLimits = Full  # type: ignore[assignment, misc]
+
+
+@pytest.mark.parametrize("damage", [_damage_a_rank, _fill_memory])
+def test_a_resize_without_intact_ranks_or_memory_resumes_from_the_checkpoint(nursery, home, damage):
+    folder = Path(tempfile.mkdtemp(dir=home)) / "run"
+    flags = [*RESIZED, "--save-interval", "1"]
+    starts, _ = nursery.run(_killed, folder, (2, 1), [IN_STEP_2], flags, damage)
+    assert starts == [(1, False)]
+
+
 def test_a_step_that_was_decided_but_not_reported_is_reported_once(scene_of):
     """Killed between the decision and the report: its loss is not computed again."""
 
@@ -344,7 +465,7 @@ def _truncate_states() -> None:
 
 
 def _opened(name: str) -> int:
-    keeper = Keeper(os.getppid(), 0)
+    keeper = Keeper(os.getppid(), 0, 1)
     keeper.connect(starts=False)
     return keeper.open(name, keeper.files[name])
 

@@ -33,7 +33,7 @@ class Arrays:
     """The arrays of a bucket in kept memory, and its updates. The bucket of a `KeptUpdates`."""
 
     def __init__(self, launcher: int, grad_dtype: torch.dtype) -> None:
-        keeper = Keeper(launcher, 0)
+        keeper = Keeper(launcher, 0, 1)
         keeper.connect(starts=True)
         memory = KeptMemory(keeper)
         self.numel, self.slots = sum(NUMELS), NUMELS
