@@ -69,12 +69,14 @@ class Driver:
             it.
         widens_as_it_reads: whether reductions to a wider dtype read narrow tensors as they are,
             without a copy.
+        visible_devices: the environment variable that lists the devices that a process sees.
     """
 
     collective_backend = ""
     has_triton = False
     has_varlen_attention = False
     widens_as_it_reads = False
+    visible_devices = ""
 
     def __init__(self, kind: str) -> None:
         self.kind = kind
@@ -91,6 +93,13 @@ class Driver:
     def device_count(self) -> int:
         """How many of them this process sees."""
         return int(self.module.device_count())
+
+    def is_usable(self, index: int) -> bool:
+        """Whether it computes."""
+        try:
+            return torch.ones(1, device=torch.device(self.kind, index)).add_(1).item() == 2
+        except RuntimeError:
+            return False
 
     def make_current(self, index: int) -> None:
         """Makes the device with this index the default of this thread."""
@@ -191,6 +200,7 @@ class CudaDriver(Driver):
     has_triton = True
     has_varlen_attention = True
     widens_as_it_reads = True
+    visible_devices = "CUDA_VISIBLE_DEVICES"
 
     def __init__(self) -> None:
         super().__init__("cuda")
