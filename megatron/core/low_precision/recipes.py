@@ -62,10 +62,8 @@ class Recipe:
 
     @property
     def can_gather(self) -> bool:
-        """Whether weights can be gathered as codes: a byte an element, scaled by maxima of the
-        weight itself.
-        """
-        return self.history is None and self.weight.format.per_byte == 1
+        """Whether weights can be gathered as codes: a byte an element."""
+        return self.weight.format.per_byte == 1
 
     @property
     def kept_nbytes(self) -> float:
@@ -83,8 +81,7 @@ class Recipe:
         Args:
             matrix_rows: see `WeightQuantizer`.
         """
-        # A history is of the whole weight.
-        return WeightQuantizer(self.weight, None if self.history else matrix_rows)
+        return WeightQuantizer(self.weight, matrix_rows)
 
     def with_one_plane(self) -> Recipe:
         """This recipe with weights whose codes serve both directions, for weights that are gathered

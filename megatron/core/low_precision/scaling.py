@@ -58,10 +58,12 @@ class QuantizedWeight(NamedTuple):
     Attributes:
         codes: [rows, columns] of the format's dtype; e2m1: uint8 [rows, ceil(columns / 2)].
         scales: what decoded values are multiplied by: [tiles of rows, tiles of columns].
+        maxima: for a history: of each expert's matrix, or of the one there is, [matrices, 1] fp32.
     """
 
     codes: Tensor
     scales: Tensor
+    maxima: Tensor | None = None
 
 
 @dataclass(frozen=True)

@@ -174,9 +174,11 @@ class GroupPlan:
 
     @cached_property
     def scales_nbytes(self) -> int:
-        """Of the scales of all codes, which every rank has."""
+        """Of the scales of all codes, which every rank has, and of maxima for histories."""
         pairs = zip(self.quantizers, self.maxima_shapes, strict=True)
-        return sum(own.scales(torch.empty(shape, device="meta")).nbytes for own, shape in pairs)
+        maxima = [(own, torch.empty(shape, device="meta")) for own, shape in pairs]
+        has_history = self.recipe is not None and self.recipe.history is not None
+        return sum(own.scales(m).nbytes + has_history * m.nbytes for own, m in maxima)
 
     @property
     def main_nbytes(self) -> int:

@@ -188,7 +188,9 @@ def _recipe_of(parameter: OwnedParameter) -> Recipe | None:
     """
     original = parameter.original
     recipes = {getattr(owner, "recipe", None) for owner, _ in parameter.owners}
-    if original.ndim != 2 or not original.requires_grad or len(recipes) > 1:
+    histories = {getattr(owner, "amax_history", None) for owner, _ in parameter.owners}
+    is_alike = len(recipes) == len(histories) == 1
+    if original.ndim != 2 or not original.requires_grad or not is_alike:
         return None
     recipe: Recipe | None = recipes.pop()
     return recipe if recipe is not None and recipe.can_gather else None

@@ -197,6 +197,7 @@ CHEAP = {
     "codes, experts divided, half on the host": Case(
         MIXTURE, {**EP2, **CODES}, freeze=("decoder.layers.0",), fp8_recipe="blockwise"
     ).on_host(0.5),
+    "codes scaled by histories": Case(MIXTURE, {**EP2, **CODES}, fp8_recipe="delayed"),
 }
 WIDE = {
     "dense": Case(),
