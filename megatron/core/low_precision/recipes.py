@@ -61,11 +61,6 @@ class Recipe:
         return self.weight.tile[0] != self.weight.tile[1]
 
     @property
-    def can_gather(self) -> bool:
-        """Whether weights can be gathered as codes: a byte an element."""
-        return self.weight.format.per_byte == 1
-
-    @property
     def kept_nbytes(self) -> float:
         """Bytes of an element of the inputs that waits for backward, with its share of the scale.
         The few scales of whole rows are left out.

@@ -1,4 +1,4 @@
-"""Runs with `--fp8-param-gather` compute what runs without it do, and save what they save."""
+"""Runs that gather weights as codes compute what other runs do, and save what they save."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ from tests.unit_tests.training.helpers.code_runs import (
     train,
 )
 
-RECIPES = ["blockwise", "tensorwise", "delayed"]
+RECIPES = ["blockwise", "tensorwise", "delayed", "nvfp4"]
+FP4_WIDE = [pytest.param("nvfp4", marks=pytest.mark.wide)]
 BLOCKWISE = {"fp8_format": "e4m3", "fp8_recipe": "blockwise"}
 SHARDINGS: dict[str, dict[str, Any]] = {
     "ZeRO-1": {"data_parallel_sharding_strategy": "optim"},
@@ -141,7 +142,7 @@ def _offloaded(name: str, recipe: str) -> None:
         for name in OFFLOADED
     ],
 )
-@pytest.mark.parametrize("recipe", ["blockwise", "delayed"])
+@pytest.mark.parametrize("recipe", ["blockwise", "delayed", *FP4_WIDE])
 def test_the_host_writes_the_codes_that_the_device_would(name: str, recipe: str) -> None:
     run_ranks(2, _offloaded, name, recipe)
 
@@ -167,9 +168,9 @@ def test_the_update_makes_codes_where_few_rows_share_a_scale(recipe: str) -> Non
     assert [count == 0 for count in run_ranks(2, _num_made_by_torch, recipe)] == [has_codes] * 2
 
 
-def _sent_up() -> tuple[int, int]:
+def _sent_up(recipe: str) -> tuple[int, int]:
     """Bytes of the weights that a step sends to the device, and their elements."""
-    engine = engine_for(True, optimizer=on_host(1.0))
+    engine = engine_for(True, recipe, optimizer=on_host(1.0))
     buckets = [
         bucket
         for bucket in engine.state.optimizer.optimizer._sides.host_side.buckets
@@ -178,27 +179,29 @@ def _sent_up() -> tuple[int, int]:
     return sum(b.weight.nbytes for b in buckets), sum(b.numel for b in buckets)
 
 
-def test_a_byte_an_element_goes_up_to_the_device() -> None:
-    for nbytes, numel in run_ranks(2, _sent_up):
-        assert nbytes == numel > 0
+@pytest.mark.parametrize(("recipe", "per_byte"), [("blockwise", 1), ("nvfp4", 2)])
+def test_a_byte_for_one_code_or_two_goes_up_to_the_device(recipe: str, per_byte: int) -> None:
+    for nbytes, numel in run_ranks(2, _sent_up, recipe):
+        assert per_byte * nbytes == numel > 0
 
 
 @pytest.mark.parametrize(
-    ("low_precision", "optimizer"),
+    ("flag", "low_precision", "optimizer"),
     [
-        pytest.param({}, {}, id="no recipe"),
-        pytest.param({"fp4_format": "e2m1"}, {}, id="two codes a byte"),
-        pytest.param(BLOCKWISE, {"main_params_dtype": "bf16"}, id="bf16 main weights"),
+        pytest.param("fp8", {}, {}, id="no recipe"),
+        pytest.param("fp8", {"fp4_format": "e2m1"}, {}, id="codes of four bits"),
+        pytest.param("fp4", BLOCKWISE, {}, id="codes of eight bits"),
+        pytest.param("fp8", BLOCKWISE, {"main_params_dtype": "bf16"}, id="bf16 main weights"),
     ],
 )
 def test_what_does_not_go_with_codes_is_refused(
-    low_precision: dict[str, Any], optimizer: dict[str, Any]
+    flag: str, low_precision: dict[str, Any], optimizer: dict[str, Any]
 ) -> None:
-    with pytest.raises(ConfigError, match="--fp8-param-gather"):
+    with pytest.raises(ConfigError, match=f"--{flag}-param-gather"):
         EngineConfig(
             OptimizerConfig(**optimizer),
             LRScheduleConfig(lr=1e-2),
-            DataParallelConfig(fp8_param_gather=True),
+            DataParallelConfig(**{f"{flag}_param_gather": True}),
             train_iters=1,
             compute_dtype="bf16",
             low_precision=LowPrecisionConfig(**low_precision),
@@ -258,6 +261,6 @@ def _resumed(folder: str, recipe: str, optimizer: OptimizerConfig) -> None:
         pytest.param(on_host(1.0), id="on the host", marks=pytest.mark.wide),
     ],
 )
-@pytest.mark.parametrize("recipe", ["blockwise", "delayed"])
+@pytest.mark.parametrize("recipe", ["blockwise", "delayed", *FP4_WIDE])
 def test_a_run_resumes_to_the_bit(recipe: str, optimizer: OptimizerConfig, tmp_path: Path) -> None:
     run_ranks(2, _resumed, str(tmp_path), recipe, optimizer)

@@ -1,11 +1,13 @@
-"""Compute weights that are kept as codes of a low-precision format (`--fp8-param-gather`).
+"""Compute weights that are kept as codes of a low-precision format (`--fp8-param-gather`,
+`--fp4-param-gather`).
 
     main weights  --round to the compute dtype-->  maxima of own rows  --MAX over ranks-->  scales
                                             `-----------------------------------------.
                                                                     own rows' codes <-'
 
 Ranks exchange the maxima, a number for each block of elements, and send codes through the gather.
-Every rank computes all scales from the same maxima, so no scales are sent. Weights are rounded to
+Every rank computes all scales from the same maxima, so no scales are sent. Delayed scaling computes
+them from its histories, which record the maxima for later steps. Weights are rounded to
 the compute dtype before they are quantized, as they are without codes: both give the same bits.
 
 A module's parameter keeps its shape and the compute dtype, in which autograd gives it gradients,
@@ -93,11 +95,11 @@ class GroupCodes:
         ]
         self.shown_tensors: list[torch.Tensor] = []
 
-    def placeholder(self, shape: Sequence[int]) -> torch.Tensor:
-        """A tensor of the compute dtype without memory for its elements."""
+    def placeholder(self, index: int) -> torch.Tensor:
+        """A weight in the compute dtype without memory for its elements."""
         # Reading it by mistake gives NaN.
         nan = torch.full((), math.nan, dtype=self._plan.dtype, device=self._unsharded.device)
-        return nan.expand(tuple(shape))
+        return nan.expand(self._shape(index))
 
     def show(self, index: int, full: nn.Parameter) -> None:
         """Gives a full parameter the views of its codes and scales."""
@@ -134,10 +136,8 @@ class GroupCodes:
 
     def own_rows(self, index: int, main: DBuffer) -> OwnRows:
         """The rows of a weight that a buffer of this rank has."""
-        layout = self._plan.layout
         first_row = main.chunk(index).first_row - self._begins[index]
-        shape = (layout.block_rows(index), layout.tensor_shapes[index][1])
-        return OwnRows(self._plan.quantizers[index], first_row, shape)
+        return OwnRows(self._plan.quantizers[index], first_row, self._shape(index))
 
     def by_weight(self, maxima: torch.Tensor) -> list[torch.Tensor]:
         """Views of flat maxima in the shapes of the weights' maxima."""
@@ -168,9 +168,13 @@ class GroupCodes:
         return sum(own.chosen._version for own in self._histories if own is not None)
 
     def _limits(self, index: int, own: torch.Tensor) -> torch.Tensor:
-        """What a weight's scales are computed from, whose own maxima these are."""
+        """The maxima that a weight's scales are computed from; `own`: of the weight itself."""
         history = self._histories[index]
         return own if history is None else history.chosen_or(Slot.WEIGHT, own)
+
+    def _shape(self, index: int) -> tuple[int, int]:
+        """Of a weight as this rank's modules use it."""
+        return self._plan.layout.block_rows(index), self._plan.layout.tensor_shapes[index][1]
 
     @property
     def _num_weights(self) -> int:

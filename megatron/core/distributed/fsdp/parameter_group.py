@@ -708,7 +708,7 @@ class FsdpParameterGroup:
     def _make_parameter(self, index: int, owned: OwnedParameter) -> FsdpParameter:
         # Gathers write to this memory, which autograd must not take for a change of saved tensors.
         rows = self.unsharded_weight.get_local_tensor(index)
-        whole = apart(rows) if self.codes is None else self.codes.placeholder(rows.shape)
+        whole = apart(rows) if self.codes is None else self.codes.placeholder(index)
         full = nn.Parameter(whole, requires_grad=self.requires_grad)
         sharded = sharded_parameter(
             self.main_weight.get_dtensor(index),

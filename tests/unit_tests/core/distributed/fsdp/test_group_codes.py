@@ -34,7 +34,7 @@ from tests.unit_tests.core.distributed.fsdp.parity.helpers.shardings import (
 FP32, BF16, E4M3 = torch.float32, torch.bfloat16, torch.float8_e4m3fn
 # Rows that neither blocks nor two or four ranks divide evenly: ranks share blocks.
 DIM, INNER = 136, 200
-RECIPES = ["blockwise", "tensorwise", "mxfp8"]
+RECIPES = ["blockwise", "tensorwise", "mxfp8", "nvfp4"]
 ON_TWO = ["no_shard", "optim", "optim_grads", "optim_grads_params"]
 
 
@@ -162,25 +162,25 @@ def test_a_weight_without_memory_reads_as_nan() -> None:
 
 
 @on_ranks(2)
-def test_weights_whose_codes_cannot_be_gathered_are_gathered_in_their_own_dtype() -> None:
-    layer = Layer("nvfp4")
-    fully_shard(layer, mixed_precision_policy=policy(True))
-    assert not codes_of(layer)
-    assert {group.dtype for group in groups_of([layer])} == {BF16}
+def test_weights_whose_rows_would_share_a_byte_are_gathered_in_their_own_dtype() -> None:
+    layers = nn.Sequential(Quantized(DIM, 7, "nvfp4"), Quantized(7, DIM, "nvfp4"))
+    fully_shard(layers, mixed_precision_policy=policy(True))
+    (group,) = codes_of(layers)
+    assert group.names == ["0.weight"]
+    assert group.model_weight.dtype == torch.uint8
 
 
 class Weights(nn.Sequential):
     """Nothing but weights that are kept as codes."""
 
-    def __init__(self) -> None:
-        super().__init__(*[Quantized(256, 256, "blockwise", bias=False) for _ in range(2)])
+    def __init__(self, recipe: str = "blockwise") -> None:
+        super().__init__(*[Quantized(256, 256, recipe, bias=False) for _ in range(2)])
 
 
-@on_ranks(2)
-def test_a_gather_after_an_update_sends_at_most_a_byte_and_4_percent_for_each_element() -> None:
+def _sends_few_bytes(recipe: str, per_byte: int) -> None:
     mesh, placements = mesh_and_placements("optim_grads_params")
     torch.manual_seed(3)
-    model = Weights()
+    model = Weights(recipe)
     fully_shard(model, mesh, placements, policy(True))
     (group,) = codes_of(model)
     sent = list[int]()
@@ -202,10 +202,15 @@ def test_a_gather_after_an_update_sends_at_most_a_byte_and_4_percent_for_each_el
 
     # Each rank sends its half of the elements.
     numel = sum(parameter.full.numel() for parameter in group.fsdp_parameters) // 2
-    assert sum(sent) == group.plan.gathered_nbytes == numel
+    assert per_byte * sum(sent) == per_byte * group.plan.gathered_nbytes == numel
     assert after_update == group.plan.gathered_nbytes + group.plan.maxima_nbytes
-    assert after_update <= 1.04 * numel
+    assert after_update <= (1 / per_byte + 0.04) * numel
     assert group.plan.maxima_nbytes > 0
+
+
+@pytest.mark.parametrize(("recipe", "per_byte"), [("blockwise", 1), ("nvfp4", 2)])
+def test_a_gather_after_an_update_sends_the_codes_and_4_percent(recipe: str, per_byte: int) -> None:
+    run_ranks(2, _sends_few_bytes, recipe, per_byte)
 
 
 @on_ranks(2)
