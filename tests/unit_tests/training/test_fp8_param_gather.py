@@ -147,25 +147,36 @@ def test_the_host_writes_the_codes_that_the_device_would(name: str, recipe: str)
     run_ranks(2, _offloaded, name, recipe)
 
 
-def _num_made_by_torch(recipe: str) -> int:
-    """Groups whose codes the update has not made, in two steps."""
+def _num_made_by_torch(recipe: str) -> tuple[int, int]:
+    """Groups whose codes the update has not made, in two steps; and those made by gathers, but for
+    each group's first.
+    """
     made, original = list[str](), FsdpParameterGroup.quantize_on_host
+    gathered, copy_updated = list[str](), FsdpParameterGroup.copy_updated
 
     def counted(group: FsdpParameterGroup, codes: DBuffer) -> torch.Tensor:
         made.append(group.display_name)
         return original(group, codes)
 
+    def gather_counted(group: FsdpParameterGroup) -> None:
+        if group.codes is not None:
+            gathered.append(group.display_name)
+        copy_updated(group)
+
     # Ranks are processes of their own.
     FsdpParameterGroup.quantize_on_host = counted  # type: ignore[method-assign]
+    FsdpParameterGroup.copy_updated = gather_counted  # type: ignore[method-assign]
     train(engine_for(True, recipe, optimizer=on_host(1.0)), range(2))
-    return len(made)
+    return len(made), len(gathered) - len(set(gathered))
 
 
 @pytest.mark.skipif(available_bodies() == ["torch"], reason="the host kernel was not built")
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_the_update_makes_codes_where_few_rows_share_a_scale(recipe: str) -> None:
     has_codes = recipe == "blockwise"
-    assert [count == 0 for count in run_ranks(2, _num_made_by_torch, recipe)] == [has_codes] * 2
+    for num_after_update, num_gathered in run_ranks(2, _num_made_by_torch, recipe):
+        assert (num_after_update == 0) == has_codes
+        assert num_gathered == 0
 
 
 def _sent_up(recipe: str) -> tuple[int, int]:

@@ -23,8 +23,9 @@ from megatron.core.distributed.fsdp import (
 )
 from megatron.core.distributed.fsdp.parameter_group import FsdpParameterGroup
 from megatron.core.dtensors import local_tensor
+from megatron.core.low_precision.amax_history import AmaxHistory
 from megatron.core.low_precision.linear import linear
-from megatron.core.low_precision.recipes import recipe_named
+from megatron.core.low_precision.recipes import HistoryOptions, recipe_named
 from tests.helpers.ranks import on_ranks, rank_device, run_ranks
 from tests.unit_tests.core.distributed.fsdp.parity.helpers.shardings import (
     groups_of,
@@ -144,6 +145,17 @@ def test_only_trained_weights_that_all_their_layers_quantize_are_kept_as_codes()
     assert (group.dtype, group.main_weight.dtype, group.plan.grad_dtype) == (BF16, FP32, FP32)
     others = [group for group in groups_of([layer]) if group.codes is None]
     assert {group.model_weight.dtype for group in others} == {BF16}
+
+
+@on_ranks(2)
+def test_a_weight_that_layers_with_different_histories_share_is_not_kept_as_codes() -> None:
+    layers = nn.Sequential(*[Quantized(DIM, DIM, "delayed", bias=False) for _ in range(3)])
+    for layer in layers:
+        layer.amax_history = AmaxHistory(HistoryOptions(1, "most_recent"))
+    layers[1].weight = layers[0].weight
+    fully_shard(layers, mixed_precision_policy=policy(True))
+    (group,) = codes_of(layers)
+    assert group.names == ["2.weight"]
 
 
 @on_ranks(2)
