@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 
 import torch
@@ -23,8 +22,6 @@ from megatron.core.transformer.fused_weight import Linear
 from megatron.core.transformer.gated_delta_net import GatedDeltaNet
 from megatron.core.transformer.layer import TransformerLayer
 from megatron.core.transformer.moe_layer import MoELayer
-
-logger = logging.getLogger(__name__)
 
 
 def check_execution(config: ExecutionConfig, device: Device) -> None:
@@ -99,12 +96,6 @@ def use_low_precision(model: nn.Module, config: LowPrecisionConfig, *, gathers_c
     recipe = recipe_of(config)
     if recipe is None:
         return
-    if gathers_codes and not recipe.can_gather:
-        logger.warning(
-            "--fp8-param-gather has no effect with --fp8-recipe %s, whose weights are gathered in "
-            "bf16; tensorwise, rowwise, blockwise and mxfp8 gather codes",
-            recipe.name,
-        )
     recipe = recipe.with_one_plane() if gathers_codes else recipe
     use_recipe(model, recipe, *config.num_bf16_layers)
 

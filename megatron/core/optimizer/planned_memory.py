@@ -262,6 +262,7 @@ class _Planner:
                     group.grad_dtype,
                     group.weight_dtype,
                     has_main=True,
+                    weight_numel=group.weight_numel(group.optimizer_numel),
                     is_watched=any(sharded_axes(group.placements.optimizer)),
                     state_numels=places[id(group)].numels if self._has_parts else None,
                 )

@@ -90,7 +90,7 @@ class Case:
     optimizer: dict[str, Any] = field(default_factory=dict)
     compute_dtype: str = "bf16"
     freeze: tuple[str, ...] = ()
-    fp8_recipe: str | None = None
+    recipe: str | None = None
 
     def on_host(self, fraction: float, **options: Any) -> Case:
         """With a fraction of the optimizer in host memory."""
@@ -112,16 +112,18 @@ class Case:
 
     @property
     def _low_precision(self) -> LowPrecisionConfig:
-        if self.fp8_recipe is None:
+        if self.recipe is None:
             return LowPrecisionConfig()
-        return LowPrecisionConfig(fp8_format="e4m3", fp8_recipe=self.fp8_recipe)
+        if self.recipe == "nvfp4":
+            return LowPrecisionConfig(fp4_format="e2m1")
+        return LowPrecisionConfig(fp8_format="e4m3", fp8_recipe=self.recipe)
 
     def build(self) -> nn.Module:
         # Of rows that no number of ranks divides, if they need not be divided.
         vocab_size = VOCAB + 3 if TP2.items() <= self.parallel.items() else VOCAB
         model = GPTModel(self.model, vocab_size)
         freeze(model, self.freeze, "--freeze")
-        gathers_codes = self.parallel.get("fp8_param_gather", False)
+        gathers_codes = DataParallelConfig(**self.parallel).gathers_codes
         use_low_precision(model, self._low_precision, gathers_codes=gathers_codes)
         return model
 
@@ -195,8 +197,12 @@ CHEAP = {
         0.5, overlap_cpu_optimizer_d2h_h2d=True, optimizer_early_update_gib=3e-5
     ),
     "codes, experts divided, half on the host": Case(
-        MIXTURE, {**EP2, **CODES}, freeze=("decoder.layers.0",), fp8_recipe="blockwise"
+        MIXTURE, {**EP2, **CODES}, freeze=("decoder.layers.0",), recipe="blockwise"
     ).on_host(0.5),
+    "codes scaled by histories": Case(MIXTURE, {**EP2, **CODES}, recipe="delayed"),
+    "codes of four bits, on the host": Case(
+        EVEN_MIXTURE, {**EP2, "fp4_param_gather": True}, recipe="nvfp4"
+    ).on_host(1.0),
 }
 WIDE = {
     "dense": Case(),
@@ -250,10 +256,10 @@ WIDE = {
     "HSDP": Case(parallel=HSDP).on_host(0.5),
     "HFSDP": Case(parallel=HFSDP).on_host(1.0),
     "HSDP with experts": Case(MIXTURE, HSDP).on_host(0.5),
-    "codes": Case(parallel=CODES, fp8_recipe="blockwise"),
-    "codes, ZeRO-1": Case(parallel={**ZERO1, **CODES}, fp8_recipe="mxfp8").on_host(1.0),
-    "codes, HFSDP": Case(parallel={**HFSDP, **CODES}, fp8_recipe="rowwise").on_host(0.5),
-    "codes, not sharded": Case(parallel={**NO_SHARD, **CODES}, fp8_recipe="tensorwise"),
+    "codes": Case(parallel=CODES, recipe="blockwise"),
+    "codes, ZeRO-1": Case(parallel={**ZERO1, **CODES}, recipe="mxfp8").on_host(1.0),
+    "codes, HFSDP": Case(parallel={**HFSDP, **CODES}, recipe="rowwise").on_host(0.5),
+    "codes, not sharded": Case(parallel={**NO_SHARD, **CODES}, recipe="tensorwise"),
 }
 
 
