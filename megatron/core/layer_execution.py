@@ -12,6 +12,7 @@ from megatron.core.activation_offload import ActivationOffload
 from megatron.core.compiled_layers import check_compiler, compile_layers
 from megatron.core.config import ExecutionConfig
 from megatron.core.device import Device
+from megatron.core.distributed.config import DataParallelConfig
 from megatron.core.host_memory import HostNeed
 from megatron.core.low_precision.amax_history import AmaxHistory
 from megatron.core.low_precision.config import LowPrecisionConfig
@@ -90,13 +91,15 @@ def recipe_of(config: LowPrecisionConfig) -> Recipe | None:
     )
 
 
-def use_low_precision(model: nn.Module, config: LowPrecisionConfig, *, gathers_codes: bool) -> None:
+def use_low_precision(
+    model: nn.Module, config: LowPrecisionConfig, parallel: DataParallelConfig
+) -> None:
     """Has a model that is not sharded yet compute by the recipe that the flags describe, if any.
 
     Args:
-        gathers_codes: whether FSDP will gather weights as codes, which serve both directions.
+        parallel: how FSDP will gather weights: as codes, they serve both directions.
     """
-    recipe = recipe_of(config)
+    recipe, gathers_codes = recipe_of(config), parallel.fp8_param_gather
     if recipe is None:
         return
     if gathers_codes and not recipe.can_gather:

@@ -121,8 +121,7 @@ class Case:
         vocab_size = VOCAB + 3 if TP2.items() <= self.parallel.items() else VOCAB
         model = GPTModel(self.model, vocab_size)
         freeze(model, self.freeze, "--freeze")
-        gathers_codes = self.parallel.get("fp8_param_gather", False)
-        use_low_precision(model, self._low_precision, gathers_codes=gathers_codes)
+        use_low_precision(model, self._low_precision, DataParallelConfig(**self.parallel))
         return model
 
 
