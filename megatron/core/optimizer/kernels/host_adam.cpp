@@ -28,7 +28,7 @@ constexpr int64_t kMinChunk = 16 * 1024;    // elements a thread takes at a time
 constexpr int64_t kMaxChunk = 128 * 1024;   // and at most; both multiples of kRow
 constexpr int64_t kSlotHeader = 8;          // numbers before the old values of a row
 constexpr int64_t kCodeRows = 128;          // rows of a matrix, about, that a thread takes at a time to make codes
-constexpr int64_t kCodeColumns = 4096;      // and columns: short rows are slow
+constexpr int64_t kCodeColumns = 8192;      // and columns: short rows are slow
 constexpr int64_t kGroup = 32;              // elements of a row that share a scale
 constexpr int kMostLanes = 16;              // floats of the widest vector register
 
@@ -164,6 +164,7 @@ struct RowCodes {
   const float* multipliers;
   int32_t (*largest)[kMostLanes];  // bits of the largest absolute value in each lane of a vector; null: not looked for
   int64_t lag;                     // codes are made of weights that are so many elements before
+  int64_t gap;                     // elements between the end of this row and the next one
 
   inline __attribute__((always_inline)) void advance(int64_t numel) {
     if (codes != nullptr) codes += numel;
@@ -439,10 +440,10 @@ class BandPart {
     if (maxima != nullptr) fill_multipliers(maxima, multipliers);
     for (int64_t row = part_.row; row < part_.end_row; ++row) {
       const int64_t start = row * codes_.columns + part_.column;
-      const RowCodes coded{maxima == nullptr ? nullptr : codes_.codes + start - lag, multipliers, largest, lag};
+      const RowCodes coded{maxima == nullptr ? nullptr : codes_.codes + start - lag, multipliers, largest, lag,
+                           codes_.columns - width_};
       Arrays arrays = piece_.arrays;
       arrays.codes = &coded;
-      arrays.ahead = codes_.columns * num_tiles(kPrefetch, width_);  // the same columns of a later row
       arrays.advance(start);
       adam(body_, piece_.scalars, arrays, width_);
     }
@@ -473,7 +474,7 @@ class BandPart {
     for (int64_t row = part_.row; row < part_.end_row; ++row) {
       const int64_t start = row * codes_.columns + part_.column + begin;
       const float* weights = static_cast<const float*>(piece_.arrays.weight) + start;
-      const RowCodes coded{codes_.codes + start, multipliers + begin / kGroup, nullptr, 0};
+      const RowCodes coded{codes_.codes + start, multipliers + begin / kGroup, nullptr, 0, 0};
       ::encode(body_, weights, end - begin, coded, all_finite);
     }
   }

@@ -344,7 +344,7 @@ TARGET static void code_tail(const float* weights, int64_t numel, const RowCodes
   alignas(64) uint8_t codes[kTile];
   __builtin_memcpy(padded[1], weights, numel * 4);
   if (row.codes != nullptr) __builtin_memcpy(padded[0], weights - row.lag, numel * 4);
-  code_tile<kIsFinite>(padded[1], {row.codes == nullptr ? nullptr : codes, row.multipliers, row.largest, kTile});
+  code_tile<kIsFinite>(padded[1], {row.codes == nullptr ? nullptr : codes, row.multipliers, row.largest, kTile, 0});
   if (row.codes != nullptr) __builtin_memcpy(row.codes, codes, numel);
 }
 
@@ -354,6 +354,7 @@ INLINE void coded_tiles(const Scalars& s, Arrays a, int64_t numel, RowCodes row)
   a.stream = false;
   if (numel == 0) return;
   for (int64_t done = 0; done < numel; done += kTile, a.advance(kTile)) {
+    a.ahead = kPrefetch + (numel - done > kPrefetch ? 0 : row.gap);
     prefetch_tile<G, W, M>(a);
     if (a.undo_weight != nullptr) keep_tile<W, M>(a);
     adam_tile<G, W, M, false>(s, a, TileLog{});
