@@ -29,7 +29,7 @@ constexpr int64_t kMaxChunk = 128 * 1024;   // and at most; both multiples of kR
 constexpr int64_t kSlotHeader = 8;          // numbers before the old values of a row
 constexpr int64_t kCodeRows = 128;          // rows of a matrix, about, that a thread takes at a time to make codes
 constexpr int64_t kCodeColumns = 8192;      // and columns: short rows are slow
-constexpr int64_t kGroup = 32;              // elements of a row that share a scale
+constexpr int64_t kGroup = 32;              // elements of a row that share a scale, also of the narrowest tile
 constexpr int kMostLanes = 16;              // floats of the widest vector register
 
 enum Type : int32_t { kNone = 0, kFp32 = 1, kBf16 = 2, kFp16 = 3, kSplit = 4 };
@@ -433,8 +433,9 @@ class BandPart {
   // Raises maxima. On the way, makes codes of the new weights, if their scales can be guessed, or of the row before, if
   // its maxima are given.
   void step(const float* maxima_before) const {
-    float multipliers[kGroups] = {};
-    alignas(64) int32_t largest[kGroups][kMostLanes] = {};
+    float multipliers[kGroups];
+    alignas(64) int32_t largest[kGroups][kMostLanes];
+    __builtin_memset(largest, 0, num_groups() * sizeof(largest[0]));
     const float* const maxima = guesses() ? codes_.last_maxima + first_tile_ : maxima_before;
     const int64_t lag = guesses() ? 0 : codes_.columns;
     if (maxima != nullptr) fill_multipliers(maxima, multipliers);
@@ -453,7 +454,7 @@ class BandPart {
   // Makes the codes of tiles, but not of those whose scale a step has guessed.
   void encode(bool is_stepped) const {
     const float* const maxima = codes_.maxima + first_tile_;
-    float multipliers[kGroups] = {};
+    float multipliers[kGroups];
     fill_multipliers(maxima, multipliers);
     const int64_t size = codes_.tile_columns, tiles = num_tiles(width_, size);
     for (int64_t tile = 0; tile < tiles;) {
@@ -489,12 +490,16 @@ class BandPart {
   }
 
   void fill_multipliers(const float* maxima, float* multipliers) const {
-    const int64_t groups = num_tiles(width_, kGroup), size = num_tiles(codes_.tile_columns, kGroup);
-    for (int64_t group = 0; group < groups; group += size) {
-      const float multiplier = multiplier_of(maxima[group / size], codes_.kind);
-      std::fill(multipliers + group, multipliers + std::min(groups, group + size), multiplier);
+    const int64_t size = num_tiles(codes_.tile_columns, kGroup), tiles = num_tiles(width_, codes_.tile_columns);
+    std::fill(multipliers, multipliers + num_groups(), 1.0f);
+    for (int64_t tile = 0; tile < tiles; ++tile) {
+      const int64_t end = std::min(num_groups(), (tile + 1) * size);
+      std::fill(multipliers + tile * size, multipliers + end, multiplier_of(maxima[tile], codes_.kind));
     }
   }
+
+  // Of whole tiles of `adam_tile`.
+  int64_t num_groups() const { return num_tiles(width_, kTile) * (kTile / kGroup); }
 
   const int32_t body_;
   const HostAdamPiece& piece_;
@@ -516,8 +521,8 @@ void adam_to_codes(int32_t body, const HostAdamPiece& piece, const Rectangle& pa
     float *const maxima = codes.maxima + band.tile + first_tile, *const end = codes.maxima + band.tile + end_tile;
     const auto for_each_part = [&](auto work) {
       for (int64_t column = part.column; column < part.end_column; column += kCodeColumns) {
-        const int64_t end = std::min(part.end_column, column + kCodeColumns);
-        work(BandPart(body, piece, {row, band.end_row, column, end}, band.tile));
+        const int64_t end_column = std::min(part.end_column, column + kCodeColumns);
+        work(BandPart(body, piece, {row, band.end_row, column, end_column}, band.tile));
       }
     };
     if (!encodes_only) {

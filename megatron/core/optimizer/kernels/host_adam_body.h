@@ -3,7 +3,7 @@
 //   TARGET       the attribute that lets the compiler use the instruction set
 //   STREAM(d, s) copies a 64-byte line from aligned `s` to aligned `d` past the caches
 //   LANES        the floats of a vector register
-//   SIMD(name, a, b) the intrinsic of integer vectors; not defined where there are none
+//   SIMD(f, a, b) the intrinsic f of integer vectors; not defined where there is none
 //   FMA(a, b, c) a * b + c, rounded once, of vectors
 //   SQRT(a)      square roots of a vector
 // defined. Functions of the standard library must not be called: the linker could take the copy made here for all.
@@ -261,8 +261,8 @@ INLINE Floats round_to_bf16(Words magnitude) {
   return as<Floats>((magnitude + 0x7fffu + ((magnitude >> 16) & 1u)) & 0xffff0000u);
 }
 
-// The codes of e4m3 of absolute values up to 448, to nearest even: the upper half has an exponent, the lower one the steps
-// above it. Adding 2^23 steps lets the hardware round. Below 2^-6, steps do not become smaller.
+// The codes of e4m3 of absolute values up to 448, to nearest even: the upper half has an exponent, the lower one the
+// steps above it. Adding 2^23 steps lets the hardware round. Below 2^-6, steps do not become smaller.
 INLINE Words code_of(Floats value) {
   const Signed exponent = as<Signed>(value) & 0x7f800000;
   const Signed bounded = exponent > 0x3c800000 ? exponent : Signed{} + 0x3c800000;
@@ -284,7 +284,8 @@ INLINE void write_codes(const Words* code, const Words* weights, uint8_t* to) {
   for (int k = 0; k < 2; ++k) {
     // Sixteen times the steps and the exponent's upper half, of which 0x4680 is the least.
     const Words ratio = Words{} + 0x00010010u;
-    const Words both = SIMD(packs_epi32, SIMD(madd_epi16, code[2 * k], ratio), SIMD(madd_epi16, code[2 * k + 1], ratio));
+    const Words first = SIMD(madd_epi16, code[2 * k], ratio), second = SIMD(madd_epi16, code[2 * k + 1], ratio);
+    const Words both = SIMD(packs_epi32, first, second);
     pairs[k] = as<Words>(static_cast<Pairs>((as<Pairs>(both) - 0x4680) >> 4));
   }
   const Words signs =
@@ -522,8 +523,8 @@ INLINE void encode_row(const float* weights, int64_t numel, RowCodes row) {
 }
 
 // Codes of weights again. If all maxima are finite, no value is above 448.
-TARGET static void encode(const float* weights, int64_t numel, const RowCodes& row, bool is_finite) {
-  if (is_finite) encode_row<true>(weights, numel, row);
+TARGET static void encode(const float* weights, int64_t numel, const RowCodes& row, bool all_finite) {
+  if (all_finite) encode_row<true>(weights, numel, row);
   else encode_row<false>(weights, numel, row);
 }
 

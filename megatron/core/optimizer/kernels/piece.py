@@ -20,7 +20,7 @@ from megatron.core.dtypes import FLOAT_DTYPES, UNSCALED_STATE_DTYPES
 from megatron.core.low_precision.formats import E4M3
 from megatron.core.low_precision.scaling import ScaleKind, Scaling, WeightQuantizer
 
-GROUP_NUMEL = 32  # elements of a row that share a scale; kGroup of host_adam.cpp
+GROUP_NUMEL = 32  # elements of a row of the narrowest tile; kGroup of host_adam.cpp
 
 
 class PieceCodes(NamedTuple):
@@ -46,13 +46,15 @@ class PieceCodes(NamedTuple):
 
     @staticmethod
     def is_supported(scaling: Scaling) -> bool:
-        """Whether a pass can make codes of this scaling: few rows share a scale."""
+        """Whether a pass can make codes of this scaling: few rows share a scale, and as many columns
+        as a power of two, or all.
+        """
         plain = Scaling(E4M3, scaling.tile, scaling.kind)
         rows, columns = scaling.tile
         return (
             scaling == plain
             and rows is not None
-            and (columns is None or columns % GROUP_NUMEL == 0)
+            and (columns is None or (columns >= GROUP_NUMEL and columns.bit_count() == 1))
             and scaling.kind is not ScaleKind.TWO_LEVELS
         )
 
