@@ -46,8 +46,8 @@ class PieceCodes(NamedTuple):
 
     @staticmethod
     def is_supported(scaling: Scaling) -> bool:
-        """Whether a pass can make codes of this scaling: few rows share a scale, and as many columns
-        as a power of two, or all.
+        """Whether a pass can make codes of this scaling: few rows share a scale, and all columns
+        or a power of two.
         """
         plain = Scaling(E4M3, scaling.tile, scaling.kind)
         rows, columns = scaling.tile
