@@ -159,8 +159,7 @@ class ModuleEngine:
             with torch.device("meta"):
                 model = model()
 
-        gathers_codes = self.config.parallel.gathers_codes
-        use_low_precision(model, self.config.low_precision, gathers_codes=gathers_codes)
+        use_low_precision(model, self.config.low_precision, self.config.parallel)
         self._histories = [own for own in model.modules() if isinstance(own, AmaxHistory)]
         num_parameters = sum(parameter.numel() for parameter in model.parameters())
         config = with_known_fraction(self.config, model, self.device, self.mesh)

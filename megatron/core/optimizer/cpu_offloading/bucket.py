@@ -369,8 +369,9 @@ class FsdpBucket(Bucket):
             accepted_grad_dtypes=(group.plan.grad_dtype,),
         )
         self.is_quantized = group.codes is not None
-        self._maxima: torch.Tensor | None = None  # over all ranks, of the last update
-        self._own_maxima: torch.Tensor | None = None  # where the update finds them
+        # Of tiles: over all ranks in the last update, and where an update puts those it finds.
+        self._maxima = torch.zeros(group.plan.maxima_numel if self.is_quantized else 0)
+        self._own_maxima = torch.zeros_like(self._maxima)
         if self.is_quantized and len(whole) < len(group.fsdp_parameters):
             raise ValueError(
                 f"Expected one optimizer for all weights of {group.display_name}, which are kept "
@@ -466,10 +467,8 @@ class FsdpBucket(Bucket):
         rows = codes.own_rows(index, self._group.main_weight)
         if not PieceCodes.is_supported(rows.quantizer.scaling):
             return None
-        if self._own_maxima is None:
-            self._own_maxima = torch.zeros(self._group.plan.maxima_numel)
-        maxima = codes.by_weight(self._own_maxima)[index]
-        return PieceCodes(slot.of(self.weight), maxima, *rows)
+        own, last = (codes.by_weight(flat)[index] for flat in (self._own_maxima, self._maxima))
+        return PieceCodes(slot.of(self.weight), own, last, *rows)
 
     def quantize(self, pieces: Sequence[Piece], encode: Encode | None) -> None:
         group = self._group
@@ -479,24 +478,23 @@ class FsdpBucket(Bucket):
         # Codes of weights that were not stepped may be those of other values, loaded since.
         encoded = [piece for piece in pieces if piece.codes is not None]
         is_whole = sum(piece.numel for piece in encoded) == sum(slot.numel for slot in self.slots)
-        if encode is None or self._own_maxima is None or not is_whole:
+        if encode is None or not is_whole:
             codes = DBuffer.from_local(
                 self.weight, group.mesh, group.placements.optimizer, group.plan.weight_layout
             )
-            self._maxima = group.quantize_on_host(codes)
+            self._maxima.copy_(group.quantize_on_host(codes))
             return
 
         # The pass has made the codes of tiles of which this rank has all rows.
         group.combine_on_host(self._own_maxima)
         encode(encoded)
-        self._maxima = self._own_maxima.clone()
+        self._maxima.copy_(self._own_maxima)
         # The next pass writes those of its rows only.
         self._own_maxima.zero_()
 
     def send(self, stepped: Sequence[Slot]) -> None:
         whole = self._group.post_optimizer_model_weight.local_buffer
         if self._group.codes is not None:
-            assert self._maxima is not None, "made with the codes"
             self._group.codes.set_scales(self._maxima)
             whole.copy_(self.weight, non_blocking=True)
             return

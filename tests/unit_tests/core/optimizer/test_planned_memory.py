@@ -14,6 +14,7 @@ from benchmarks.helpers.memory import peak_bytes
 from megatron.core import products
 from megatron.core.device import Device
 from megatron.core.distributed.config import DataParallelConfig
+from megatron.core.distributed.fsdp.parameter_group import group_of
 from megatron.core.layer_execution import use_low_precision
 from megatron.core.low_precision.config import LowPrecisionConfig
 from megatron.core.mesh import build_mesh
@@ -123,8 +124,7 @@ class Case:
         vocab_size = VOCAB + 3 if TP2.items() <= self.parallel.items() else VOCAB
         model = GPTModel(self.model, vocab_size)
         freeze(model, self.freeze, "--freeze")
-        gathers_codes = DataParallelConfig(**self.parallel).gathers_codes
-        use_low_precision(model, self._low_precision, gathers_codes=gathers_codes)
+        use_low_precision(model, self._low_precision, DataParallelConfig(**self.parallel))
         return model
 
 
@@ -295,6 +295,34 @@ def test_a_plan_is_the_memory_of_a_model_that_is_not_sharded(fraction):
         offload = {"optimizer_cpu_offload": True, "optimizer_offload_fraction": fraction}
         case = replace(case, optimizer=offload)
     _check(case, 1)
+
+
+def _weights_before_they_are_codes(case: Case) -> tuple[int, int]:
+    """Bytes of new weights that the device has updated, planned and after a step."""
+    config, world_size = case.engine_config(), dist.get_world_size()
+    with torch.device("meta"):
+        model = case.build()
+    settings = state_settings(config, world_size, is_accelerator=False)
+    plan = plan_offload(model, config.optimizer, by_module=True)
+    planned = plan_memory(model, settings, plan, dist.get_rank())
+
+    engine = build_engine(config, Device("cpu"), build_mesh("cpu", world_size))
+    engine.initialize(case.build)
+    tokens = torch.arange(12).view(2, 6)
+    batch = {"tokens": tokens, "labels": tokens}
+    engine.train_batch([batch], lambda model, batch: model(**batch).mean())
+    groups = {id(group): group for own in engine.model.parameters() if (group := group_of(own))}
+    buffers = [group._rounded for group in groups.values() if group._rounded is not None]
+    return planned.rounded_nbytes, sum(buffer.local_buffer.nbytes for buffer in buffers)
+
+
+@pytest.mark.parametrize("share", [0.5, 1.0])
+def test_weights_that_the_device_updates_are_planned_until_they_are_codes(share: float) -> None:
+    case = Case(MIXTURE, CODES, fp8_recipe="blockwise").on_host(
+        1.0, overlap_cpu_optimizer_d2h_h2d=True, optimizer_update_on_device=share
+    )
+    for planned, found in run_ranks(2, _weights_before_they_are_codes, case):
+        assert planned == found > 0
 
 
 WIDER = TransformerConfig(
