@@ -138,9 +138,9 @@ def kernel_sides(kernel: HostAdam, arrays: Arrays) -> dict[str, Side]:
 
 def logged_side(kernel: HostAdam, piece: Piece, num_threads: int) -> Side:
     """The pass with a log of old values."""
-    counters = torch.zeros(-(-piece.numel // CHUNK_NUMEL), dtype=torch.int64)
+    counters, sums = torch.zeros(2, -(-piece.numel // CHUNK_NUMEL), dtype=torch.int64)
     slots = torch.zeros(2 * num_threads, slot_bytes(ROW_NUMEL), dtype=torch.uint8)
-    log = RowLog(counters, slots, CHUNK_NUMEL, step=1, bucket=0)
+    log = RowLog(counters, sums, slots, CHUNK_NUMEL, step=1, bucket=0)
 
     def run() -> None:
         counters.zero_()

@@ -35,7 +35,7 @@ from megatron.core.optimizer.kernels.piece import Piece, PieceCodes, RowLog
 LIBRARY = Path(__file__).with_name("libhost_adam.so")
 logger = logging.getLogger(__name__)
 
-_VERSION = 3  # of the library's structs and signatures
+_VERSION = 4  # of the library's structs and signatures
 _BODIES = {"avx512": 2, "avx2": 1, "baseline": 0}  # the fastest first
 _TYPES: dict[torch.dtype | None, int] = {
     None: 0,
@@ -125,6 +125,7 @@ class _Log(ctypes.Structure):
         ("slot_bytes", ctypes.c_int64),
         ("chunk", ctypes.c_int64),
         ("counters", ctypes.c_void_p),
+        ("sums", ctypes.c_void_p),
         ("step", ctypes.c_int64),
         ("bucket", ctypes.c_int64),
     )
@@ -495,6 +496,7 @@ def _described_log(log: RowLog) -> _Log:
         log.slots.stride(0),
         log.chunk,
         log.counters.data_ptr(),
+        log.sums.data_ptr(),
         log.step,
         log.bucket,
     )
