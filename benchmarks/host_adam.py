@@ -6,10 +6,10 @@
 bf16 gradients, fp32 weights and moments unless the name has others; every side gives the same
 threads the same arrays, in huge pages as the optimizer's own are; sides in `ordinary pages` have
 their own. `skeleton` reads and writes the memory of the side above it by the same code, without
-arithmetic. `logged` keeps the old values of rows that are written over, as `--keep-host-state`
-does. All sides run interleaved, in an order drawn anew each round. Where medians and fastest rounds
-are far apart, the machine was busy. Runs in DeepSpeed's environment (`make peers`) where that has
-been made: its CPU Adam then is one of the sides.
+arithmetic. `logged` keeps the old values of rows that are written over and sums the new ones, as
+`--keep-host-state` does. All sides run interleaved, in an order drawn anew each round. Where
+medians and fastest rounds are far apart, the machine was busy. Runs in DeepSpeed's environment
+(`make peers`) where that has been made: its CPU Adam then is one of the sides.
 """
 
 from __future__ import annotations

@@ -256,8 +256,18 @@ def users_of(memory: set[int]) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
-@pytest.mark.parametrize("launcher", [TORCHRUN, LAUNCHER])
+@pytest.mark.parametrize(
+    ("launcher", "number"),
+    [
+        (LAUNCHER, signal.SIGKILL),
+        *(
+            pytest.param(launcher, number, marks=pytest.mark.wide)
+            for launcher in (TORCHRUN, LAUNCHER)
+            for number in (signal.SIGINT, signal.SIGTERM)
+        ),
+        pytest.param(TORCHRUN, signal.SIGKILL, marks=pytest.mark.wide),
+    ],
+)
 def test_a_launcher_that_ends_by_a_signal_leaves_neither_a_keeper_nor_its_memory(
     tmp_path, launcher, number
 ):

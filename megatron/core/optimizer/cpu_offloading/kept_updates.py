@@ -22,12 +22,11 @@ updated have none, and neither have gradients and parameters without a gradient.
 
 from __future__ import annotations
 
-import functools
 import mmap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -48,7 +47,7 @@ _HEADER_BYTES = 64
 _STEP, _BUCKET, _CHUNK, _START, _NUMEL = range(5)  # of a header; step 0: not valid
 _CHUNKS, _STARTED, _DONE, _HEAD = range(4)  # of a bucket's numbers
 _NO_STEP = -1
-_BITS = {2: np.dtype(np.uint16), 4: np.dtype(np.uint32)}  # by bytes
+_BITS: dict[int, type[np.unsignedinteger[Any]]] = {2: np.uint16, 4: np.uint32}  # by bytes
 
 
 class Landed(NamedTuple):
@@ -201,7 +200,7 @@ class _Progress:
 
     def side_of(self, step: int) -> int:
         """The side with the sums of a step. ValueError without any."""
-        return self.steps.tolist().index(step)
+        return int(self.steps.tolist().index(step))
 
     def layout_of(self, pieces: Sequence[Piece], memory: KeptMemory) -> torch.Tensor:
         layout = torch.zeros_like(self.layouts[0])
@@ -330,13 +329,8 @@ def chunk_sum(arrays: Iterable[npt.NDArray[np.unsignedinteger]]) -> int:
         # Multiplication with an odd number loses no bit.
         total = total + np.multiply(bits, 2 * number + 1, dtype=np.uint32)
     total ^= total >> 15  # or changes of two signs would cancel
-    total *= _odd_numbers()[: len(total)]
+    total *= np.arange(1, 2 * len(total), 2, dtype=np.uint32)
     return int(total.sum(dtype=np.uint32))
-
-
-@functools.cache
-def _odd_numbers() -> npt.NDArray[np.uint32]:
-    return np.arange(1, 2 * CHUNK_NUMEL, 2, dtype=np.uint32)
 
 
 def _sum_of(chunk: Piece) -> int:

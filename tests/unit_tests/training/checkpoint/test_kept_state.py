@@ -410,7 +410,7 @@ def _opened(name: str, rank: int = 0) -> int:
 
 
 def _flip_bit(name: str, rank: int, place: int) -> None:
-    """`place`: number of the element, of 4 bytes; negative: from the end."""
+    """`place`: number of the element, of 4 bytes; negative: from the end, where padding is."""
 
     def flip() -> None:
         descriptor = _opened(name, rank)
@@ -429,7 +429,7 @@ def _flip_bit(name: str, rank: int, place: int) -> None:
         (_truncate_states, 1),
         (functools.partial(_flip_bit, "main weights 0", 0, 0), 1),
         (functools.partial(_flip_bit, "states 0", 0, 0), 1),
-        (functools.partial(_flip_bit, "states 0", 1, -1), 2),
+        (functools.partial(_flip_bit, "states 0", 1, -100), 2),
     ],
 )
 def test_without_an_intact_kept_state_a_run_resumes_from_its_checkpoint(

@@ -189,7 +189,8 @@ def _scribbled_rows(dtype: torch.dtype) -> bool:
     with launcher() as pid:
         Child(_take_steps, pid, dtype, (True, True)).result()
         assert Child(_scribble, pid, dtype).result() > 0
-        return _is_same(Child(_finish, pid, dtype, True).result(), expected)
+        values = Child(_finish, pid, dtype, True).result()
+        return _is_same(values, expected) and Child(_damaged, pid, ()).result() == [0]
 
 
 compiled = pytest.mark.skipif(not LIBRARY.exists(), reason="the host kernel is not built")
@@ -197,7 +198,7 @@ compiled = pytest.mark.skipif(not LIBRARY.exists(), reason="the host kernel is n
 
 @compiled
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_threads_keep_the_old_values_of_their_last_rows(nursery, dtype):
+def test_threads_keep_the_old_values_of_their_last_rows_and_continue_sums(nursery, dtype):
     assert nursery.run(_scribbled_rows, dtype)
 
 
@@ -414,3 +415,33 @@ def test_sums_are_of_the_parameters_that_the_last_step_has_updated(nursery):
     every = NUM_CHUNKS * [1]
     of_the_last = [*(4 * [0]), 1, 1]  # the first piece has four chunks
     assert nursery.run(_damage_of_other_steps) == [[*every, 0], [*of_the_last, 0]]
+
+
+def _with_other_numbers(pid: int) -> list[bool]:
+    """Whether another value of each of the bucket's numbers is noticed."""
+    memory = _memory(pid)
+    files = memory.files(memory._keeper.files)
+    numbers = torch.frombuffer(files["progress 0"], dtype=torch.int64)
+    found = []
+    for place, before in enumerate(numbers.tolist()):
+        noticed = []
+        for other in (before ^ 1, -2, 1 << 40):
+            numbers[place] = other
+            noticed.append(find_damage(files, 3) != "")
+        numbers[place] = before
+        found.append(all(noticed))
+    return found
+
+
+def _damaged_numbers() -> list[bool]:
+    with launcher() as pid:
+        assert Child(_take_steps, pid, torch.float32, (False, _dying(2))).end() == KILLED
+        return Child(_with_other_numbers, pid).result()
+
+
+def test_damaged_numbers_of_a_step_are_noticed_where_they_matter(nursery):
+    found = nursery.run(_damaged_numbers)
+    assert len(found) == 3 + 2 + 2 * 9 + 7 * 7, "with room for a chunk more"
+    assert found[0], "the number of chunks"
+    counters = found[3:10]
+    assert counters == [True, True, False, True, True, True, True], "all but the half-written one"
