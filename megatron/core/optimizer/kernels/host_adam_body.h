@@ -157,8 +157,8 @@ INLINE Words bits_of(const void* from) {
 // A part of the sum of a chunk, by the bits of elements: see `chunk_sum` in kept_updates.py. Words may be scalars.
 template <class W>
 INLINE W sum_part(W weight, W exp_avg, W exp_avg_sq, W place) {
-  const W all = weight + exp_avg * 3u + exp_avg_sq * 5u;
-  return (all ^ (all >> 15)) * (place * 2u + 1u);
+  const W all = weight + (exp_avg << 1) + exp_avg + (exp_avg_sq << 2) + exp_avg_sq;
+  return (all ^ (all >> 15)) * ((place << 1) + 1u);
 }
 
 // The sum of a tile, from place `first` of its chunk on.

@@ -272,7 +272,7 @@ class Scene:
 
     def starts_at_random(self, flags: Sequence[str], seed: int) -> list[list[tuple[int, bool]]]:
         """The starts of runs that are killed at random moments, with the same end."""
-        own = [*self._flags, *flags]
+        own = [*self._flags, *flags, "--recover-retries", "1000"]
         runs = self._nursery.run(_killed_at_random, self._folder(), self._world_size, own, seed)
         for _, (_, values) in runs:
             for name, value in self._expected.items():
@@ -345,7 +345,7 @@ def test_a_run_killed_in_every_operation_of_its_lanes_ends_with_equal_bits(
 
 
 @pytest.mark.wide
-@pytest.mark.parametrize("saves", [[], ["--save-interval", "1"]])
+@pytest.mark.parametrize("saves", [[], ["--save-interval", "1"]], ids=["end", "every"])
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize("seed", [1, 2])
 def test_runs_killed_at_random_moments_of_every_start_end_with_equal_bits(
