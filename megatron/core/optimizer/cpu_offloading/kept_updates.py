@@ -37,7 +37,7 @@ from megatron.core.host_keeper import KeptMemory
 from megatron.core.host_memory import HostSlab
 from megatron.core.optimizer.cpu_offloading.bucket import Bucket
 from megatron.core.optimizer.kernels.host_adam import default_num_threads
-from megatron.core.optimizer.kernels.piece import NOT_BEGUN, ROW_NUMEL, HostKernel, Piece, RowLog
+from megatron.core.optimizer.kernels.piece import NOT_STARTED, ROW_NUMEL, HostKernel, Piece, RowLog
 
 CHUNK_NUMEL = 1 << 16
 _NUM_SLOTS = 1 << 10  # of kernels' threads, two for each; untouched ones take no memory
@@ -93,7 +93,7 @@ class KeptUpdates:
         """Starts the update of a bucket, and returns a function that waits until it is done."""
         progress = self._progress[number]
         self._prepare_sums(progress, pieces)
-        progress.counters.fill_(NOT_BEGUN)
+        progress.counters.fill_(NOT_STARTED)
         progress.head[_STARTED] = self.step
         return self._carry_on(kernel, number, pieces, grad_scale)
 
@@ -178,9 +178,9 @@ class _Progress:
 
     Attributes:
         steps: of two sides with sums, which steps use in turn: after which step they were taken.
-        layouts: of each side: of three arrays the number of the file, the byte where the first
-            piece begins, and the bytes of an element; then, from there, the first elements of all
-            chunks, and their lengths. Zeros: there is none.
+        layouts: of each side: of three arrays the number of the file, the first byte of the first
+            piece, and the bytes of an element; then, from there, the first elements of all chunks,
+            and their lengths. Zeros mark a missing array or chunk.
         sums: of each side and chunk.
     """
 
@@ -203,6 +203,7 @@ class _Progress:
         return int(self.steps.tolist().index(step))
 
     def layout_of(self, pieces: Sequence[Piece], memory: KeptMemory) -> torch.Tensor:
+        """The layout of a step with these pieces."""
         layout = torch.zeros_like(self.layouts[0])
         arrays, starts, numels = layout.split([9, *2 * [len(self.counters)]])
         first, place = pieces[0].weight, 0
@@ -230,11 +231,11 @@ class _Progress:
         new = list(self._chunks(self.side_of(step))) if is_updating else old
         for index, counter in enumerate(self.counters.tolist()):
             numel = new[index].numel
-            if is_updating and not NOT_BEGUN <= counter <= numel:
+            if is_updating and not NOT_STARTED <= counter <= numel:
                 raise ValueError(f"Expected at most {numel} elements of a chunk, got {counter}.")
             if not is_updating or counter == numel:
                 yield new[index]
-            elif counter == NOT_BEGUN:
+            elif counter == NOT_STARTED:
                 yield old[index]
 
     def _chunks(self, side: int) -> Iterator[_Summed]:
@@ -298,11 +299,14 @@ class _UndoSlot:
 
 
 def find_damage(files: Mapping[str, mmap.mmap], step: int) -> str:
-    """What is wrong with weights and states of an earlier process, if anything; [Note: sums].
+    """Describes damage to weights and states of an earlier process; see [Note: sums].
 
     Args:
         files: all that it had, by name.
         step: its last, which may have been killed.
+
+    Returns:
+        Empty without damage.
     """
     numbers = torch.frombuffer(files["progress 0"], dtype=torch.int64)
     memory, chunks = [files[name] for name in sorted(files)], list[_Summed]()
@@ -311,7 +315,7 @@ def find_damage(files: Mapping[str, mmap.mmap], step: int) -> str:
             own, numbers = numbers.tensor_split([_Progress.size(int(numbers[_CHUNKS]))])
             chunks += _Progress(own).summed(step)
     except (LookupError, RuntimeError, ValueError) as error:
-        return f"numbers that make no sense: {error}"
+        return f"invalid progress numbers: {error}"
     with ThreadPoolExecutor(default_num_threads()) as pool:
         num_damaged = sum(pool.map(lambda chunk: chunk.is_damaged(memory), chunks))
     return f"{num_damaged} of {len(chunks)} checksums differ" if num_damaged else ""

@@ -218,7 +218,7 @@ class Piece(NamedTuple):
 
 
 ROW_NUMEL = 64  # elements of a row of `RowLog`; kTile of host_adam.cpp
-NOT_BEGUN = -1
+NOT_STARTED = -1
 
 
 class RowLog(NamedTuple):
@@ -227,7 +227,7 @@ class RowLog(NamedTuple):
 
     Attributes:
         counters: int64: elements that are done of each chunk, of all pieces one after the other;
-            `NOT_BEGUN` before the kernel begins with it.
+            `NOT_STARTED` until the kernel starts it.
         sums: int64, one for each chunk: the sum (see kept_updates.py) of the elements that the
             kernel updates is added to it before the chunk's counter gets full.
         slots: two for each thread, of `ROW_NUMEL` elements; uint8: [slots, bytes].

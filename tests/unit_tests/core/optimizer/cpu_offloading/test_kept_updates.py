@@ -25,7 +25,7 @@ from megatron.core.optimizer.cpu_offloading.kept_updates import (
 from megatron.core.optimizer.kernels import torch_adam
 from megatron.core.optimizer.kernels.adam import AdamStep
 from megatron.core.optimizer.kernels.host_adam import LIBRARY, HostAdam, available_bodies
-from megatron.core.optimizer.kernels.piece import NOT_BEGUN, ROW_NUMEL, HostKernel, Piece, RowLog
+from megatron.core.optimizer.kernels.piece import NOT_STARTED, ROW_NUMEL, HostKernel, Piece, RowLog
 from megatron.core.optimizer.rules import Adam
 from tests.unit_tests.core.dist_checkpointing.helpers.crashes import KILLED, Child, Forks, forks
 from tests.unit_tests.core.helpers.keepers import launcher
@@ -305,7 +305,7 @@ def test_threads_sum_the_new_values_of_the_elements_that_they_update(body, dtype
 
     # One is done, and one is continued.
     counters, sums = torch.zeros(2, len(chunks), dtype=torch.int64)
-    counters[2:] = NOT_BEGUN
+    counters[2:] = NOT_STARTED
     counters[0], sums[0] = chunk, 5
     counters[1], sums[1] = 1001, kept_updates._sum_of(chunks[1].part(0, 1001))
     slots = torch.zeros(4, kept_updates.slot_bytes(ROW_NUMEL), dtype=torch.uint8)
