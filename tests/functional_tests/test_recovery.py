@@ -214,24 +214,28 @@ def test_with_a_kept_host_state_the_killed_job_loses_no_step(whole, tmp_path):
 @pytest.mark.wide
 def test_ranks_that_are_killed_at_random_moments_lose_no_step(whole, tmp_path):
     job, draw = Job(tmp_path / "kept"), random.Random(8)
-    slow = "slow:rank=any,restart=any,step=1,seconds=0.3"
+    slow = "slow:rank=any,restart=any,step=1,seconds=1"
     flags = [*FLAGS, "--keep-host-state", "--recover-retries", "100", "--inject", slow]
     with started(job, torchrun("--max-restarts", "100"), *flags) as process:
-        for num_kills in range(8):
+        for restart in range(8):
+            # Before the state is restored, or after the first step of a start.
+            kind = draw.choice(("start", "step"))
             until(
-                lambda before=num_kills: (
-                    len(job.events("start")) > before or process.poll() is not None
+                lambda number=restart, kind=kind: (
+                    process.poll() is not None
+                    or any(event["restart"] == number for event in job.events(kind))
                 ),
                 "a start",
             )
-            time.sleep(draw.uniform(0, 4))
+            time.sleep(draw.uniform(0, 3))
             ranks = children(process.pid)
             for pid in draw.choice((ranks, ranks[:1], ranks[-1:])):
                 kill_process(pid)
         assert process.wait(TIMEOUT) == 0, job.log
     resumed = job.events("resume")
+    print(f"continued from iterations {[event['iteration'] for event in resumed]}")
     assert {event["checkpoint"] for event in resumed} == {None}
-    print(f"resumed from iterations {[event['iteration'] for event in resumed]}")
+    assert resumed[-1]["iteration"] > 0
     assert_goes_the_way_of(job, whole)
 
 
