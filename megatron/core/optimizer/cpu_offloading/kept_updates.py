@@ -206,11 +206,13 @@ class _Progress:
         """The layout of a step with these pieces."""
         layout = torch.zeros_like(self.layouts[0])
         arrays, starts, numels = layout.split([9, *2 * [len(self.counters)]])
-        first, place = pieces[0].weight, 0
-        for row, array in zip(arrays.view(3, 3), _summed(pieces[0]), strict=False):
+        place = 0
+        # A rank may have no elements of a bucket.
+        first = _summed(pieces[0]) if pieces else []
+        for row, array in zip(arrays.view(3, 3), first, strict=False):
             row.copy_(torch.tensor([*memory.place_of(array.data_ptr()), array.itemsize]))
         for piece in pieces:
-            begin = (piece.weight.data_ptr() - first.data_ptr()) // first.itemsize
+            begin = (piece.weight.data_ptr() - first[0].data_ptr()) // first[0].itemsize
             own = torch.arange(0, piece.numel, CHUNK_NUMEL)
             starts[place : place + len(own)] = begin + own
             numels[place : place + len(own)] = (piece.numel - own).clamp(max=CHUNK_NUMEL)

@@ -417,6 +417,23 @@ def test_sums_are_of_the_parameters_that_the_last_step_has_updated(nursery):
     assert nursery.run(_damage_of_other_steps) == [[*every, 0], [*of_the_last, 0]]
 
 
+def _without_elements(pid: int) -> list[int]:
+    arrays = Arrays(pid, torch.float32)
+    for step in (2, 3):
+        arrays.updates.step = step
+        arrays.updates.start(_kernel(True), 0, [], SCALE)()
+    return _damaged(pid, ())
+
+
+def _damage_without_elements() -> list[int]:
+    with launcher() as pid:
+        return Child(_without_elements, pid).result()
+
+
+def test_a_bucket_of_which_a_rank_has_no_elements_has_no_sums(nursery):
+    assert nursery.run(_damage_without_elements) == [0]
+
+
 def _with_other_numbers(pid: int) -> list[bool]:
     """Whether another value of each of the bucket's numbers is noticed."""
     memory = _memory(pid)
