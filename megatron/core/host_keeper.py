@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import array
 import contextlib
+import ctypes
 import json
 import mmap
 import os
@@ -160,6 +161,7 @@ class KeptMemory:
         self.sizes: dict[str, int] = {}
         self._keeper = keeper
         self._numbers: Counter[str] = Counter()
+        self._begins: dict[str, int] = {}  # address of the last mapping of each file
 
     def map(self, purpose: str, nbytes: int) -> mmap.mmap:
         """Maps a file, zero at first. Files of one purpose are mapped in the same order each time.
@@ -175,18 +177,24 @@ class KeptMemory:
         self.sizes[name] = nbytes
         return self._map(name, nbytes)
 
-    def check(self, sizes: dict[str, int]) -> None:
-        """KeeperError unless the rank's files are these."""
+    def place_of(self, address: int) -> tuple[int, int]:
+        """The file with this address, as its number in the order of names, and the byte there."""
+        begins = [self._begins[name] for name in sorted(self._begins)]
+        begin = max(begin for begin in begins if begin <= address)
+        return begins.index(begin), address - begin
+
+    def files(self, sizes: dict[str, int]) -> dict[str, mmap.mmap]:
+        """The rank's files by name. KeeperError unless they have these sizes."""
         if self._keeper.files != sizes:
             raise KeeperError(f"The kept memory is {self._keeper.files} instead of {sizes}.")
-        for name, nbytes in sizes.items():
-            self._map(name, nbytes).close()
+        return {name: self._map(name, sizes[name]) for name in sorted(sizes)}
 
     def forget(self) -> None:
         """Drops all files. Files that are mapped later are new ones."""
         self.is_restored = False
         self._numbers.clear()
         self.sizes.clear()
+        self._begins.clear()
         self._keeper.forget()
 
     def _map(self, name: str, nbytes: int) -> mmap.mmap:
@@ -196,9 +204,11 @@ class KeptMemory:
             found = os.fstat(descriptor).st_size
             if found != nbytes:
                 raise KeeperError(f"The kept memory {name} has {found} bytes instead of {nbytes}.")
-            return mmap.mmap(descriptor, nbytes, mmap.MAP_SHARED)
+            mapping = mmap.mmap(descriptor, nbytes, mmap.MAP_SHARED)
         finally:
             os.close(descriptor)
+        self._begins[name] = ctypes.addressof(ctypes.c_char.from_buffer(mapping))
+        return mapping
 
 
 class Records:

@@ -28,6 +28,7 @@ import hashlib
 import io
 import json
 import logging
+import mmap
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
@@ -43,7 +44,7 @@ from megatron.core.host_keeper import Keeper, KeeperError, KeptMemory, Records
 from megatron.core.issued_collectives import issuing
 from megatron.core.low_precision.amax_history import AmaxHistory
 from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDeviceOptimizer
-from megatron.core.optimizer.cpu_offloading.kept_updates import Landed
+from megatron.core.optimizer.cpu_offloading.kept_updates import Landed, find_damage
 from megatron.core.options import ConfigError
 from megatron.training.checkpoint.load_extras import RunData
 from megatron.training.checkpoint.run_info import RecoverInfo
@@ -102,11 +103,11 @@ class KeptState:
             None, after a warning, if any rank has no keeper.
         """
         keeper = Keeper(os.getppid(), launch.rank)
-        kept, is_intact = None, False
+        kept, files = None, None
         try:
             keeper.connect(starts=launch.local_rank == 0)
             kept = cls(config, device, keeper, _identity(config, launch))
-            is_intact = kept._is_intact()
+            files = kept._files()
         except KeeperError as error:
             logger.warning("%s", error)
         if not _least(kept is not None, device) or kept is None:
@@ -116,7 +117,7 @@ class KeptState:
             keeper.close()
             return None
 
-        kept._agree(is_intact)
+        kept._agree(files)
         if not kept.memory.is_restored:
             if launch.restart_count and launch.rank == 0:
                 logger.warning("there is no kept host state that all ranks can continue from")
@@ -214,23 +215,23 @@ class KeptState:
             return Restored(self._info(number + 1), None, failed_at)
         return Restored(before, result, failed_at)
 
-    def _is_intact(self) -> bool:
-        """Whether this rank has all memory files of a run with these settings."""
+    def _files(self) -> dict[str, mmap.mmap] | None:
+        """This rank's memory files; None unless a run with these settings has written them."""
         content = self._records.read("built").get(1)
         built = {} if content is None else json.loads(content)
         if built.get("identity") != self._identity:
-            return False
-        self.memory.check(built["sizes"])
-        return True
+            return None
+        return self.memory.files(built["sizes"])
 
-    def _agree(self, is_intact: bool) -> None:
+    def _agree(self, files: dict[str, mmap.mmap] | None) -> None:
         """Finds the last step that any rank has decided, and whether all can finish it."""
-        decided = self._records.read("decided") if is_intact else {}
+        decided = {} if files is None else self._records.read("decided")
         number = -self._least(-max(decided, default=0))
         can_finish = (
-            is_intact
+            files is not None
             and number in self._records.read("landed")
             and number in self._records.read("ended")
+            and _is_undamaged(files, number)
         )
         self.memory.is_restored = number > 0 and self._least(can_finish) == 1
         self._number = number
@@ -281,6 +282,13 @@ def _identity(config: RunConfig, launch: Launch) -> str:
     place = [launch.rank, launch.world_size, torch.__version__]
     plain = json.dumps([config.values(), place], sort_keys=True, default=str)
     return hashlib.sha256(plain.encode()).hexdigest()
+
+
+def _is_undamaged(files: Mapping[str, mmap.mmap], number: int) -> bool:
+    """Whether weights and states are as a step left them; otherwise warns."""
+    if damage := find_damage(files, number):
+        logger.warning("the kept host state of rank %d is damaged: %s", dist.get_rank(), damage)
+    return not damage
 
 
 def _least(value: int, device: Device) -> int:

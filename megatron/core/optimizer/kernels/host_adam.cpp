@@ -32,6 +32,8 @@ constexpr int64_t kCodeColumns = 8192;      // and columns: short rows are slow
 constexpr int64_t kGroup = 32;              // elements of a row that share a scale, also of the narrowest tile
 constexpr int kMostLanes = 16;              // floats of the widest vector register
 
+alignas(64) constexpr uint32_t kCount[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+
 enum Type : int32_t { kNone = 0, kFp32 = 1, kBf16 = 2, kFp16 = 3, kSplit = 4 };
 enum ScaleKind : int32_t { kAnyFp32 = 0, kPowerOfTwo = 1, kE8M0 = 2 };
 
@@ -102,6 +104,7 @@ struct HostAdamLog {
   int64_t slot_bytes;
   int64_t chunk;        // elements of a chunk
   int64_t* counters;    // of the bucket's first chunk
+  int64_t* sums;        // the same; a chunk's sum of new values is added before its counter gets full
   int64_t step, bucket;
 };
 
@@ -238,7 +241,10 @@ struct TileLog {
   int64_t* next;
   int64_t* counter;  // elements of the chunk that are done
   int64_t step, start;
+  int64_t numel;    // of the chunk
+  int64_t* total;   // the chunk's sum
   bool keeps_grad;  // `out` lies over it
+  uint32_t sum;     // of the elements that this thread has updated
 
   // Before old values are written to a slot, which is not valid meanwhile.
   static inline __attribute__((always_inline)) void invalidate(int64_t* slot) {
@@ -257,8 +263,9 @@ struct TileLog {
 
   // Once the tile has been updated.
   inline __attribute__((always_inline)) void end(int64_t numel) {
-    order();
     start += numel;
+    if (start == this->numel) *total = static_cast<uint32_t>(*total + sum);
+    order();
     *counter = start;
     order();
     int64_t* const before = slot;
@@ -636,6 +643,7 @@ class AdamJob : public Job {
   void run_logged(const HostAdamPiece& piece, const Chunk& chunk, int thread) {
     int64_t* slots[2];
     int64_t* const counter = piece.counters + chunk.start / log_.chunk;
+    *counter = std::max<int64_t>(*counter, 0);
     for (int k = 0; k < 2; ++k) {
       slots[k] = reinterpret_cast<int64_t*>(log_.slots + (2 * thread + k) * log_.slot_bytes);
       TileLog::invalidate(slots[k]);
@@ -644,7 +652,9 @@ class AdamJob : public Job {
     }
     Arrays arrays = piece.arrays;
     arrays.ahead = kPrefetch;
-    TileLog log{slots[0], slots[1], counter, log_.step, *counter, arrays.out == arrays.grad};
+    int64_t* const total = log_.sums + (counter - log_.counters);
+    const bool keeps_grad = arrays.out == arrays.grad;
+    TileLog log{slots[0], slots[1], counter, log_.step, *counter, chunk.numel, total, keeps_grad, 0};
     arrays.advance(chunk.start + log.start);
     arrays.log = &log;
     adam(body_, piece.scalars, arrays, chunk.numel - log.start);

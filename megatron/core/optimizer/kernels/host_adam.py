@@ -127,6 +127,7 @@ class _Log(ctypes.Structure):
         ("slot_bytes", ctypes.c_int64),
         ("chunk", ctypes.c_int64),
         ("counters", ctypes.c_void_p),
+        ("sums", ctypes.c_void_p),
         ("step", ctypes.c_int64),
         ("bucket", ctypes.c_int64),
     )
@@ -500,6 +501,7 @@ def _described_log(log: RowLog) -> _Log:
         log.slots.stride(0),
         log.chunk,
         log.counters.data_ptr(),
+        log.sums.data_ptr(),
         log.step,
         log.bucket,
     )

@@ -149,6 +149,30 @@ INLINE void log_part(const Arrays& a, bool keeps_grad, int64_t* slot, int first,
   if (keeps_grad) log_array<G>(a.grad, first, TileLog::values(slot, 3), k);
 }
 
+template <Type T>
+INLINE Words bits_of(const void* from) {
+  if (T == kFp32) return read<Words>(from);
+  return __builtin_convertvector(read<Halves>(from), Words);
+}
+
+// A part of the sum of a chunk, by the bits of elements: see `chunk_sum` in kept_updates.py. Words may be scalars.
+template <class W>
+INLINE W sum_part(W weight, W exp_avg, W exp_avg_sq, W place) {
+  const W all = weight + (exp_avg << 1) + exp_avg + (exp_avg_sq << 2) + exp_avg_sq;
+  return (all ^ (all >> 15)) * ((place << 1) + 1u);
+}
+
+// The sum of a tile, from place `first` of its chunk on.
+template <Type W, Type M>
+INLINE Words sum_tile(const Arrays& a, int64_t first) {
+  Words place = read<Words>(kCount) + static_cast<uint32_t>(first), sum{};
+  for (int k = 0; k < kTile; k += LANES, place += LANES) {
+    const Words m = bits_of<M>(at<M>(a.exp_avg, k)), v = bits_of<M>(at<M>(a.exp_avg_sq, k));
+    sum += sum_part<Words>(bits_of<W>(at<W>(a.weight, k)), m, v, place);
+  }
+  return sum;
+}
+
 // One tile: 64 elements at the arrays' beginnings. Those of the next tile are kept if there is a slot for them.
 template <Type G, Type W, Type M, bool kLogs>
 INLINE void adam_tile(const Scalars& s, const Arrays& a, const TileLog& log) {
@@ -252,7 +276,17 @@ struct Padded {
     __builtin_memcpy(to.exp_avg_sq, exp_avg_sq, numel * size_of(to.moment_type));
     if (to.weight_type == kSplit) __builtin_memcpy(to.remainder, remainder, numel * 2);
     if (to.out_type != kNone) __builtin_memcpy(to.out, out, numel * size_of(to.out_type));
-    if (to.log != nullptr) to.log->end(numel);
+    if (to.log == nullptr) return;
+    const auto bits = [](const unsigned char* array, int64_t k, Type type) {
+      uint32_t word = 0;
+      __builtin_memcpy(&word, array + k * size_of(type), size_of(type));
+      return word;
+    };
+    for (int64_t k = 0; k < numel; ++k) {
+      const uint32_t m = bits(exp_avg, k, to.moment_type), v = bits(exp_avg_sq, k, to.moment_type);
+      to.log->sum += sum_part(bits(weight, k, to.weight_type), m, v, static_cast<uint32_t>(to.log->start + k));
+    }
+    to.log->end(numel);
   }
 };
 
@@ -373,16 +407,20 @@ INLINE void logged_tiles(const Scalars& s, Arrays a, int64_t numel, TileLog& sha
   if (numel == 0) return;
   TileLog log = shared;
   TileLog::invalidate(log.slot);
+  Words sum{};
   for (int k = 0; k < kTile; k += LANES) log_part<G, W, M>(a, log.keeps_grad, log.slot, 0, k);
   for (int64_t done = kTile; done < numel; done += kTile, a.advance(kTile)) {
     prefetch_tile<G, W, M>(a);
     log.commit(kTile);
     TileLog::invalidate(log.next);
     adam_tile<G, W, M, true>(s, a, log);
+    sum += sum_tile<W, M>(a, log.start);
     log.end(kTile);
   }
   log.commit(kTile);
   adam_tile<G, W, M, false>(s, a, log);
+  sum += sum_tile<W, M>(a, log.start);
+  for (int lane = 0; lane < LANES; ++lane) log.sum += sum[lane];
   log.end(kTile);
   shared = log;
 }

@@ -228,6 +228,7 @@ class Piece(NamedTuple):
 
 
 ROW_NUMEL = 64  # elements of a row of `RowLog`; kTile of host_adam.cpp
+NOT_STARTED = -1
 
 
 class RowLog(NamedTuple):
@@ -235,13 +236,17 @@ class RowLog(NamedTuple):
     another process can finish the pieces of a bucket; see kept_updates.py.
 
     Attributes:
-        counters: int64: elements that are done of each chunk, of all pieces one after the other.
+        counters: int64: elements that are done of each chunk, of all pieces one after the other;
+            `NOT_STARTED` until the kernel starts it.
+        sums: int64, one for each chunk: the sum (see kept_updates.py) of the elements that the
+            kernel updates is added to it before the chunk's counter gets full.
         slots: two for each thread, of `ROW_NUMEL` elements; uint8: [slots, bytes].
         chunk: elements of a chunk.
         step, bucket: numbers that a slot has with its row.
     """
 
     counters: torch.Tensor
+    sums: torch.Tensor
     slots: torch.Tensor
     chunk: int
     step: int

@@ -11,9 +11,11 @@ import functools
 import itertools
 import json
 import os
+import random
 import signal
 import socket
 import tempfile
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -50,6 +52,7 @@ FLAGS = [
 KEPT = ["--keep-host-state"]
 NUM_BUCKETS = 2  # of the one layer and the rest
 PARTS = 8  # of all moments, each a test
+RANDOM_KILLS = 16  # of a test, at least
 
 
 class Moment(NamedTuple):
@@ -118,8 +121,11 @@ def _start(
     flags: Sequence[str],
     restart: int = 0,
     moment: Moment | None = None,
+    kill: Callable[[list[int]], None] = lambda _: None,
 ) -> list[list[str]] | None:
-    """Starts the ranks, of which the last is to be killed; None if it was."""
+    """Starts the ranks, of which the last is to be killed; None if one was. `kill` gets the process
+    ids of all.
+    """
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         port = found.getsockname()[1]
@@ -136,14 +142,16 @@ def _start(
         own = {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
         at = moment if rank == world_size - 1 else None
         children.append(Child(_rank, root, flags, own, at))
-    *others, last = children
-    if (answer := last.end()) != KILLED:
-        return [*(other.result() for other in others), answer]
-    for other in others:
-        os.kill(other.pid, signal.SIGKILL)
-        with suppress(DiedError):  # it may have missed its peer
-            other.end()
-    return None
+    kill([child.pid for child in children])
+    answers: list[Any] = []
+    for child in reversed(children):
+        if KILLED in answers:
+            os.kill(child.pid, signal.SIGKILL)
+            with suppress(DiedError):  # it may have missed its peer
+                child.end()
+        else:
+            answers.append(child.end())
+    return None if KILLED in answers else answers[::-1]
 
 
 # The iteration, and whether the state was kept, of each start after the first; losses and states.
@@ -193,6 +201,37 @@ def _killed(
     return _outcome(root, world_size)
 
 
+class RandomKills:
+    """Kills of the last rank or of all, after random times that are shorter than a whole start."""
+
+    def __init__(self, root: Path, world_size: int, flags: Sequence[str], seed: int) -> None:
+        begin = time.monotonic()
+        assert _start(root, world_size, [*KEPT, *flags]) is not None
+        self._seconds = time.monotonic() - begin
+        self._draw = random.Random(seed)
+
+    def __call__(self, pids: list[int]) -> None:
+        time.sleep(self._draw.uniform(0, self._seconds))
+        for pid in self._draw.choice((pids, pids[-1:])):
+            os.kill(pid, signal.SIGKILL)
+
+
+def _killed_at_random(
+    root: Path, world_size: int, flags: Sequence[str], seed: int
+) -> list[tuple[int, Outcome]]:
+    """Starts runs, and kills them until they have ended, which takes `RANDOM_KILLS` in all. Returns
+    the kills of each.
+    """
+    kill, found, left = RandomKills(root, world_size, flags, seed), [], RANDOM_KILLS
+    while left > 0:
+        own, restart = root.with_name(f"run {left}"), 0
+        while _start(own, world_size, [*KEPT, *flags], restart, kill=kill) is None:
+            restart += 1
+        found.append((restart, _outcome(own, world_size)))
+        left -= restart
+    return found
+
+
 class Scene:
     """An undisturbed run, and runs that are killed."""
 
@@ -230,6 +269,16 @@ class Scene:
         for name, value in self._expected.items():
             assert values[name] == value, name
         return starts
+
+    def starts_at_random(self, flags: Sequence[str], seed: int) -> list[list[tuple[int, bool]]]:
+        """The starts of runs that are killed at random moments, with the same end."""
+        own = [*self._flags, *flags, "--recover-retries", "1000"]
+        runs = self._nursery.run(_killed_at_random, self._folder(), self._world_size, own, seed)
+        for _, (_, values) in runs:
+            for name, value in self._expected.items():
+                assert values[name] == value, name
+        print(f"kills of each run: {[num_kills for num_kills, _ in runs]}")
+        return [starts for _, (starts, _) in runs]
 
     def _folder(self) -> Path:
         return Path(tempfile.mkdtemp(dir=self._home)) / "run"
@@ -296,6 +345,17 @@ def test_a_run_killed_in_every_operation_of_its_lanes_ends_with_equal_bits(
 
 
 @pytest.mark.wide
+@pytest.mark.parametrize("saves", [[], ["--save-interval", "1"]], ids=["end", "every"])
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("seed", [1, 2])
+def test_runs_killed_at_random_moments_of_every_start_end_with_equal_bits(
+    scene_of, world_size, saves, seed
+):
+    for starts in scene_of(world_size).starts_at_random(saves, seed):
+        assert _is_within(starts)
+
+
+@pytest.mark.wide
 @pytest.mark.parametrize("phase", ["forward", "agree", "step", "evaluate"])
 def test_a_run_killed_at_the_start_of_a_phase_repeats_at_most_one_step(scene_of, phase):
     # The injected fault kills the rank: no lane is watched.
@@ -343,15 +403,39 @@ def _truncate_states() -> None:
     Child(truncate).result()
 
 
-def _opened(name: str) -> int:
-    keeper = Keeper(os.getppid(), 0)
+def _opened(name: str, rank: int = 0) -> int:
+    keeper = Keeper(os.getppid(), rank)
     keeper.connect(starts=False)
     return keeper.open(name, keeper.files[name])
 
 
-@pytest.mark.parametrize("damage", [_kill_keepers, _damage_records, _truncate_states])
-def test_without_an_intact_kept_state_a_run_resumes_from_its_checkpoint(scene_of, damage):
-    scene = scene_of(1)
+def _flip_bit(name: str, rank: int, place: int) -> None:
+    """`place`: number of the element, of 4 bytes; negative: from the end, where padding is."""
+
+    def flip() -> None:
+        descriptor = _opened(name, rank)
+        at = 4 * place % os.fstat(descriptor).st_size
+        (byte,) = os.pread(descriptor, 1, at)
+        os.pwrite(descriptor, bytes([byte ^ 1]), at)
+
+    Child(flip).result()
+
+
+@pytest.mark.parametrize(
+    ("damage", "world_size"),
+    [
+        (_kill_keepers, 1),
+        (_damage_records, 1),
+        (_truncate_states, 1),
+        (functools.partial(_flip_bit, "main weights 0", 0, 0), 1),
+        (functools.partial(_flip_bit, "states 0", 0, 0), 1),
+        (functools.partial(_flip_bit, "states 0", 1, -100), 2),
+    ],
+)
+def test_without_an_intact_kept_state_a_run_resumes_from_its_checkpoint(
+    scene_of, damage, world_size
+):
+    scene = scene_of(world_size)
     last = [moment for moment in scene.moments() if moment.lane == "optimizer host"][-1]
     starts = scene.starts([last], ["--save-interval", "2"], between=damage)
     assert starts == [(2, False)]
