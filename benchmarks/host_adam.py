@@ -6,10 +6,10 @@
 bf16 gradients, fp32 weights and moments unless the name has others; every side gives the same
 threads the same arrays, in huge pages as the optimizer's own are; sides in `ordinary pages` have
 their own. `skeleton` reads and writes the memory of the side above it by the same code, without
-arithmetic. `logged` keeps the old values of rows that are written over, as `--keep-host-state`
-does. All sides run interleaved, in an order drawn anew each round. Where medians and fastest rounds
-are far apart, the machine was busy. Runs in DeepSpeed's environment (`make peers`) where that has
-been made: its CPU Adam then is one of the sides.
+arithmetic. `logged` keeps the old values of rows that are written over and sums the new ones, as
+`--keep-host-state` does. All sides run interleaved, in an order drawn anew each round. Where
+medians and fastest rounds are far apart, the machine was busy. Runs in DeepSpeed's environment
+(`make peers`) where that has been made: its CPU Adam then is one of the sides.
 """
 
 from __future__ import annotations
@@ -138,9 +138,9 @@ def kernel_sides(kernel: HostAdam, arrays: Arrays) -> dict[str, Side]:
 
 def logged_side(kernel: HostAdam, piece: Piece, num_threads: int) -> Side:
     """The pass with a log of old values."""
-    counters = torch.zeros(-(-piece.numel // CHUNK_NUMEL), dtype=torch.int64)
+    counters, sums = torch.zeros(2, -(-piece.numel // CHUNK_NUMEL), dtype=torch.int64)
     slots = torch.zeros(2 * num_threads, slot_bytes(ROW_NUMEL), dtype=torch.uint8)
-    log = RowLog(counters, slots, CHUNK_NUMEL, step=1, bucket=0)
+    log = RowLog(counters, sums, slots, CHUNK_NUMEL, step=1, bucket=0)
 
     def run() -> None:
         counters.zero_()

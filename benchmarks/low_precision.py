@@ -86,6 +86,13 @@ def measure(arguments: argparse.Namespace) -> dict[str, list[float]]:
     return {name: [1e3 * one for one in own] for name, own in rounds.items()}
 
 
+def run_pass(kernel: HostAdam, piece: Piece) -> None:
+    """Steps a matrix. Few scales change from one step to the next, here as in training."""
+    kernel.run([piece])
+    if piece.codes is not None:
+        piece.codes.last_maxima.copy_(piece.codes.maxima)
+
+
 def passes(arguments: argparse.Namespace) -> dict[str, Callable[[], object]]:
     """The work of each form of the pass, by name, over the same arrays."""
     shape = (arguments.rows, arguments.columns)
@@ -104,12 +111,12 @@ def passes(arguments: argparse.Namespace) -> dict[str, Callable[[], object]]:
         quantizer = recipe_named(name).with_one_plane().weight_quantizer()
         maxima = torch.zeros(quantizer.maxima_shape(shape))
         pieces[f"pass, {name}"] = plain._replace(
-            codes=PieceCodes(codes, maxima, quantizer, 0, shape)
+            codes=PieceCodes(codes, maxima, torch.zeros_like(maxima), quantizer, 0, shape)
         )
     works: dict[str, Callable[[], object]] = {}
     for threads in arguments.threads:
         kernel, number = HostAdam(threads), f", threads {threads}"
-        works |= {f"{n}{number}": partial(kernel.run, [one]) for n, one in pieces.items()}
+        works |= {f"{n}{number}": partial(run_pass, kernel, one) for n, one in pieces.items()}
     scaling = recipe_named("blockwise").weight
     works["by torch, blockwise, threads 1"] = partial(scaling.quantize, weight.view(shape))
     return works

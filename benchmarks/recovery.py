@@ -16,13 +16,18 @@ Each side runs once a round, in an order drawn anew. The times are from the kill
 
     first step     the end of the first step of the new ranks
     next step      the report of iteration 16, after all steps since the checkpoint
+
+What the kept state costs is measured in the same runs, before the checkpoint: the median time of a
+step, and the rank's peak of host memory.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import shutil
+import statistics
 import subprocess
 import sys
 import time
@@ -40,7 +45,8 @@ from megatron.training.health.events import read_events
 
 BENCHMARK = Benchmark(
     name="recovery",
-    question="From a rank's death to the next step: the kept host state against a checkpoint",
+    question="From a rank's death to the next step: the kept host state against a checkpoint; "
+    "and its cost without a failure",
     ranks=1,
     full=("--rounds=5",),
     quick=("--layers=2", "--hidden=256", "--vocabulary=8192", "--rounds=2"),
@@ -48,7 +54,10 @@ BENCHMARK = Benchmark(
 
 KEPT, TMPFS, DISK = "kept", "tmpfs", "disk"
 FIRST, NEXT = "first step", "next step"
-SAVED, KILLED = 10, 15  # iterations
+STEP, MEMORY = "step", "peak host memory"
+UNITS = {FIRST: "s", NEXT: "s", STEP: "ms", MEMORY: "MiB"}
+WARM_UP, SAVED, KILLED = 3, 10, 15  # iterations
+LARGEST_RATIO = 1.01  # of steps and of host memory with and without the kept state
 POLL_SECONDS = 0.005
 
 
@@ -71,7 +80,7 @@ def command(arguments: argparse.Namespace, side: str, saved: Path, metrics: Path
 
 
 def recovered(arguments: argparse.Namespace, side: str, folder: Path) -> dict[str, float]:
-    """Seconds from the kill, of one run."""
+    """Seconds from the kill, and the cost before it, of one run."""
     saved, metrics = folder / "run", folder / "metrics.jsonl"
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     words = [sys.executable, *command(arguments, side, saved, metrics)]
@@ -89,9 +98,24 @@ def recovered(arguments: argparse.Namespace, side: str, folder: Path) -> dict[st
     if (resumed["iteration"] == SAVED) == (side == KEPT):
         raise RuntimeError(f"Expected to resume from what {side} has, got {resumed}.")
     steps = [event["time"] for event in events if event["event"] == "step"]
+    found = {FIRST: steps[-1] - killed, NEXT: reported - killed, **cost(metrics)}
     for path in folder.iterdir():
         shutil.rmtree(path) if path.is_dir() else path.unlink()
-    return {FIRST: steps[-1] - killed, NEXT: reported - killed}
+    return found
+
+
+def cost(metrics: Path) -> dict[str, float]:
+    """A step's median time in ms and the host memory's peak in MiB, before the checkpoint."""
+    records = [json.loads(line) for line in metrics.read_text().splitlines()]
+    chosen = [
+        one
+        for one in records[:SAVED]
+        if one["kind"] == "train" and WARM_UP < one["iteration"] <= SAVED
+    ]
+    return {
+        STEP: statistics.median(one["elapsed_ms"] for one in chosen),
+        MEMORY: chosen[-1]["peak_host_memory_bytes"] / 2**20,
+    }
 
 
 def reported_at(metrics: Path, process: subprocess.Popen[bytes]) -> float | None:
@@ -122,16 +146,23 @@ def main(argv: Sequence[str] | None = None) -> None:
         }
         sides = {side: partial(recovered, arguments, side, place) for side, place in places.items()}
         found = report.interleaved(sides, arguments.rounds)
-    seconds = {
-        part: {side: [own[part] for own in values] for side, values in found.items()}
-        for part in (FIRST, NEXT)
+    values = {
+        part: {side: [own[part] for own in runs] for side, runs in found.items()} for part in UNITS
     }
+    medians = {part: report.medians(own) for part, own in values.items()}
     result = Result(
-        tuple(one for part, own in seconds.items() for one in measured(own, "s", part)),
+        tuple(one for part, own in values.items() for one in measured(own, UNITS[part], part)),
         tuple(
-            Ratio(f"{NEXT}: {side} / {KEPT}", medians[side] / medians[KEPT])
-            for medians in [report.medians(seconds[NEXT])]
+            Ratio(f"{NEXT}: {side} / {KEPT}", medians[NEXT][side] / medians[NEXT][KEPT])
             for side in (TMPFS, DISK)
+        )
+        + tuple(
+            Ratio(
+                f"{part}: {KEPT} / {DISK}",
+                medians[part][KEPT] / medians[part][DISK],
+                at_most=LARGEST_RATIO,
+            )
+            for part in (STEP, MEMORY)
         ),
         settings=report.settings_of(arguments),
     )

@@ -12,23 +12,30 @@ With `--fallback-nproc-per-node 6,4`, a restart on a machine that has lost devic
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
+import torch
 from torch.distributed import run as torchrun
-from torch.distributed.elastic.agent.server.api import WorkerGroup
+from torch.distributed.elastic.agent.server.api import WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher import api
 
+from megatron.core.device import kind_of
+from megatron.core.drivers import kernels_of
 from megatron.core.help_format import HelpFormatter
+
+TRY_DEVICE = [sys.executable, "-m", "megatron_hybrid.try_device"]
+_SECONDS_OF_A_TRY = 120
 
 
 def main(argv: Sequence[str] | None = None, program: str = "launch") -> int:
@@ -41,17 +48,19 @@ def main(argv: Sequence[str] | None = None, program: str = "launch") -> int:
     parser.formatter_class = HelpFormatter
     parser.add_argument(
         "--fallback-nproc-per-node",
-        type=lambda text: [int(number) for number in text.split(",")],
+        type=_numbers,
         metavar="N,N",
         help="fewer ranks, with --standalone: a restart after the loss of devices has the largest "
         "of these numbers that the remaining devices suffice for",
     )
     arguments = parser.parse_args(list(sys.argv[1:] if argv is None else argv))
-    if arguments.fallback_nproc_per_node:
-        if not arguments.standalone:
-            parser.error("--fallback-nproc-per-node needs --standalone")
-        agent = partial(_FallbackAgent, arguments.fallback_nproc_per_node)
-        api.LocalElasticAgent = agent  # type: ignore[assignment, misc]
+    if arguments.fallback_nproc_per_node is not None:
+        kind = kind_of()
+        variable = kernels_of(torch.device(kind)).visible_devices
+        if not arguments.standalone or not variable:
+            parser.error("--fallback-nproc-per-node needs --standalone and CUDA devices")
+        agent = partial(_FallbackAgent, arguments.fallback_nproc_per_node, kind, variable)
+        api.LocalElasticAgent = agent  # type: ignore[attr-defined]
     if "LOGLEVEL" not in os.environ:
         # The agent's warnings and its report would hide the messages of the ranks.
         logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
@@ -73,30 +82,56 @@ def main(argv: Sequence[str] | None = None, program: str = "launch") -> int:
 class _FallbackAgent(LocalElasticAgent):
     """An agent that restarts fewer ranks once devices are lost."""
 
-    def __init__(self, numbers: Sequence[int], **arguments: Any) -> None:
-        """`numbers`: how many ranks there may be."""
+    def __init__(self, numbers: Sequence[int], kind: str, variable: str, **arguments: Any) -> None:
+        """
+        Args:
+            numbers: how many ranks there may be.
+            kind: of the devices.
+            variable: see `Driver.visible_devices`.
+        """
         super().__init__(**arguments)
-        self._numbers = numbers
+        self._numbers, self._kind, self._variable = numbers, kind, variable
 
-    def _restart_workers(self, worker_group: WorkerGroup) -> None:
-        self._stop_workers(worker_group)  # their memory is needed
-        spec, usable = worker_group.spec, usable_devices()
-        for variable, names in (usable or {}).items():
-            count = len(names.split(",")) if names else 0
-            fewer = max((number for number in self._numbers if 0 < number <= count), default=None)
-            if count < spec.local_world_size and fewer is not None:
-                os.environ[variable] = names
-                spec.local_world_size = fewer
-                print(
-                    f"launch: {count} devices can be used, going on with {fewer} ranks",
-                    file=sys.stderr,
-                )
-        super()._restart_workers(worker_group)
+    def _initialize_workers(self, worker_group: WorkerGroup) -> None:
+        # A restart. The earlier ranks have ended, and torchrun numbers the new ones next.
+        if worker_group.state is WorkerState.STOPPED:
+            self._fall_back(worker_group.spec)
+        super()._initialize_workers(worker_group)
+
+    def _fall_back(self, spec: WorkerSpec) -> None:
+        default = ",".join(map(str, range(spec.local_world_size)))
+        usable = self._usable((os.environ.get(self._variable) or default).split(","))
+        fewer = max((number for number in self._numbers if number <= len(usable)), default=None)
+        if len(usable) < spec.local_world_size and fewer is not None:
+            os.environ[self._variable] = ",".join(usable)
+            spec.local_world_size = fewer
+            text = f"launch: {len(usable)} devices can be used, continuing with {fewer} ranks"
+            print(text, file=sys.stderr)
+
+    def _usable(self, names: Sequence[str]) -> list[str]:
+        """The devices that compute."""
+        deadline = time.monotonic() + _SECONDS_OF_A_TRY
+        tries = [
+            subprocess.Popen(
+                [*TRY_DEVICE, self._kind],
+                env={**os.environ, self._variable: name},
+                stderr=subprocess.DEVNULL,
+            )
+            for name in names
+        ]
+        return [name for name, own in zip(names, tries, strict=True) if _succeeds(own, deadline)]
 
 
-def usable_devices() -> dict[str, str] | None:
-    """What `usable_devices.py` prints; None if it fails."""
-    command = [sys.executable, "-m", "megatron_hybrid.usable_devices"]
-    done = subprocess.run(command, stdout=subprocess.PIPE, check=False)
-    found: dict[str, str] | None = None if done.returncode else json.loads(done.stdout)
+def _succeeds(process: subprocess.Popen[bytes], deadline: float) -> bool:
+    with suppress(subprocess.TimeoutExpired):
+        return process.wait(max(0, deadline - time.monotonic())) == 0
+    process.kill()  # nothing waits for it: a process that a device blocks does not end
+    return False
+
+
+def _numbers(text: str) -> list[int]:
+    """ValueError unless these are positive numbers."""
+    found = [int(number) for number in text.split(",")]
+    if min(found) < 1:
+        raise ValueError(f"Expected positive numbers, got {text}.")
     return found

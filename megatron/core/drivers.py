@@ -69,7 +69,8 @@ class Driver:
             it.
         widens_as_it_reads: whether reductions to a wider dtype read narrow tensors as they are,
             without a copy.
-        visible_devices: the environment variable that lists the devices that a process sees.
+        visible_devices: the environment variable with the devices that a process may use,
+            separated by commas; empty: there is none.
     """
 
     collective_backend = ""
@@ -93,13 +94,6 @@ class Driver:
     def device_count(self) -> int:
         """How many of them this process sees."""
         return int(self.module.device_count())
-
-    def is_usable(self, index: int) -> bool:
-        """Whether it computes."""
-        try:
-            return torch.ones(1, device=torch.device(self.kind, index)).add_(1).item() == 2
-        except RuntimeError:
-            return False
 
     def make_current(self, index: int) -> None:
         """Makes the device with this index the default of this thread."""

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import array
 import contextlib
+import ctypes
 import json
 import mmap
 import os
@@ -24,7 +25,6 @@ import struct
 import subprocess
 import sys
 import time
-import weakref
 import zlib
 from collections import Counter
 from pathlib import Path
@@ -171,15 +171,14 @@ class KeptMemory:
         is_restored: whether an earlier process of this rank wrote the contents, which must not be
             initialized.
         sizes: the bytes of each file that was mapped, by name.
-        mapped: the files that are still mapped, by name.
     """
 
     def __init__(self, keeper: Keeper) -> None:
         self.is_restored = False
         self.sizes: dict[str, int] = {}
-        self.mapped: weakref.WeakValueDictionary[str, mmap.mmap] = weakref.WeakValueDictionary()
         self._keeper = keeper
         self._numbers: Counter[str] = Counter()
+        self._ranges: dict[str, range] = {}  # addresses of the last mapping of each file
 
     def map(self, purpose: str, nbytes: int) -> mmap.mmap:
         """Maps a file, zero at first. Files of one purpose are mapped in the same order each time.
@@ -193,25 +192,30 @@ class KeptMemory:
         name = f"{purpose} {self._numbers[purpose]}"
         self._numbers[purpose] += 1
         self.sizes[name] = nbytes
-        self.mapped[name] = mapping = self._map(name, nbytes)
-        return mapping
+        return self._map(name, nbytes)
 
-    def map_all(self) -> dict[str, mmap.mmap]:
-        """Maps all files that the rank had, by name."""
-        return {name: self._map(name, nbytes) for name, nbytes in self._keeper.files.items()}
+    def place_of(self, address: int) -> tuple[int, int] | None:
+        """The file with this address, as its number in the order of names, and the byte there; None
+        if it is elsewhere.
+        """
+        for number, name in enumerate(sorted(self._ranges)):
+            addresses = self._ranges[name]
+            if address in addresses:
+                return number, address - addresses.start
+        return None
 
-    def check(self, sizes: dict[str, int]) -> None:
-        """KeeperError unless the rank's files are these."""
+    def files(self, sizes: dict[str, int]) -> dict[str, mmap.mmap]:
+        """The rank's files by name. KeeperError unless they have these sizes."""
         if self._keeper.files != sizes:
             raise KeeperError(f"The kept memory is {self._keeper.files} instead of {sizes}.")
-        for name, nbytes in sizes.items():
-            self._map(name, nbytes).close()
+        return {name: self._map(name, sizes[name]) for name in sorted(sizes)}
 
     def forget(self) -> None:
         """Drops all files. Files that are mapped later are new ones."""
         self.is_restored = False
         self._numbers.clear()
         self.sizes.clear()
+        self._ranges.clear()
         self._keeper.forget()
 
     def _map(self, name: str, nbytes: int) -> mmap.mmap:
@@ -221,9 +225,12 @@ class KeptMemory:
             found = os.fstat(descriptor).st_size
             if found != nbytes:
                 raise KeeperError(f"The kept memory {name} has {found} bytes instead of {nbytes}.")
-            return mmap.mmap(descriptor, nbytes, mmap.MAP_SHARED)
+            mapping = mmap.mmap(descriptor, nbytes, mmap.MAP_SHARED)
         finally:
             os.close(descriptor)
+        begin = ctypes.addressof(ctypes.c_char.from_buffer(mapping))
+        self._ranges[name] = range(begin, begin + nbytes)
+        return mapping
 
 
 class Records:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 
 import torch
@@ -12,6 +11,7 @@ from megatron.core.activation_offload import ActivationOffload
 from megatron.core.compiled_layers import check_compiler, compile_layers
 from megatron.core.config import ExecutionConfig
 from megatron.core.device import Device
+from megatron.core.distributed.config import DataParallelConfig
 from megatron.core.host_memory import HostNeed
 from megatron.core.low_precision.amax_history import AmaxHistory
 from megatron.core.low_precision.config import LowPrecisionConfig
@@ -23,8 +23,6 @@ from megatron.core.transformer.fused_weight import Linear
 from megatron.core.transformer.gated_delta_net import GatedDeltaNet
 from megatron.core.transformer.layer import TransformerLayer
 from megatron.core.transformer.moe_layer import MoELayer
-
-logger = logging.getLogger(__name__)
 
 
 def check_execution(config: ExecutionConfig, device: Device) -> None:
@@ -90,22 +88,18 @@ def recipe_of(config: LowPrecisionConfig) -> Recipe | None:
     )
 
 
-def use_low_precision(model: nn.Module, config: LowPrecisionConfig, *, gathers_codes: bool) -> None:
+def use_low_precision(
+    model: nn.Module, config: LowPrecisionConfig, parallel: DataParallelConfig
+) -> None:
     """Has a model that is not sharded yet compute by the recipe that the flags describe, if any.
 
     Args:
-        gathers_codes: whether FSDP will gather weights as codes, which serve both directions.
+        parallel: how FSDP will gather weights: as codes, they serve both directions.
     """
     recipe = recipe_of(config)
     if recipe is None:
         return
-    if gathers_codes and not recipe.can_gather:
-        logger.warning(
-            "--fp8-param-gather has no effect with --fp8-recipe %s, whose weights are gathered in "
-            "bf16; tensorwise, rowwise, blockwise and mxfp8 gather codes",
-            recipe.name,
-        )
-    recipe = recipe.with_one_plane() if gathers_codes else recipe
+    recipe = recipe.with_one_plane() if parallel.gathers_codes else recipe
     use_recipe(model, recipe, *config.num_bf16_layers)
 
 

@@ -339,16 +339,19 @@ class EngineConfig:
         if self.low_precision.recipe is not None:
             self._check_low_precision(self.low_precision.flag)
         if self.parallel.fp8_param_gather:
-            self._check_param_gather()
+            self._check_param_gather("fp8")
+        if self.parallel.fp4_param_gather:
+            self._check_param_gather("fp4")
 
     def _check_low_precision(self, flag: str) -> None:
         expect(self.compute_dtype == "bf16", flag, "--bf16", f"--{self.compute_dtype}")
         compiles = self.execution.compile_layers
         expect(not compiles, "--compile-layers", f"layers that are bf16, without {flag}", compiles)
 
-    def _check_param_gather(self) -> None:
-        flag, fp8_format = "--fp8-param-gather", self.low_precision.fp8_format
-        expect(fp8_format is not None, flag, "--fp8-format", fp8_format)
+    def _check_param_gather(self, kind: str) -> None:
+        flag, needed = f"--{kind}-param-gather", f"--{kind}-format"
+        found = self.low_precision.recipe and self.low_precision.flag
+        expect(found == needed, flag, needed, found)
         dtype = self.optimizer.main_params_dtype
         expect(dtype == "fp32", flag, "--main-params-dtype fp32", dtype)
         is_host_muon = self.optimizer.optimizer == "muon" and self.optimizer.optimizer_cpu_offload
@@ -619,9 +622,9 @@ class RunConfig:
         early = optimizer.optimizer_early_update_gib
         expect(not early, flag, "--optimizer-early-update-gib 0", early)
         expect(not frozen, flag, "no --freeze", frozen)
-        name, has_codes = optimizer.optimizer, self.parallel.fp8_param_gather
+        name, has_codes = optimizer.optimizer, self.parallel.gathers_codes
         expect(name != "muon", flag, "another --optimizer", name)
-        expect(not has_codes, flag, "no --fp8-param-gather", "the flag")
+        expect(not has_codes, flag, "no --fp8-param-gather or --fp4-param-gather", "the flag")
         expect(not self.training.skip_train, flag, "training", "--skip-train")
 
     def _check_engine(self, world_size: int) -> None:

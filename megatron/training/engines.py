@@ -158,8 +158,7 @@ class ModuleEngine:
             with torch.device("meta"):
                 model = model()
 
-        gathers_codes = self.config.parallel.fp8_param_gather
-        use_low_precision(model, self.config.low_precision, gathers_codes=gathers_codes)
+        use_low_precision(model, self.config.low_precision, self.config.parallel)
         self._histories = [own for own in model.modules() if isinstance(own, AmaxHistory)]
         num_parameters = sum(parameter.numel() for parameter in model.parameters())
         config = with_known_fraction(self.config, model, self.device, self.mesh)
@@ -286,6 +285,7 @@ class ModuleEngine:
             votes=votes,
             mark=mark,
             journal=journal,
+            histories=self._histories,
         )
         return self._counted_step(result, learning_rate)
 
@@ -308,18 +308,15 @@ class ModuleEngine:
         learning_rate = state.schedule.apply(groups, state.step_info.iteration)
         for group, own in zip(groups, options, strict=True):
             group.update(own)
+        update_histories(self._histories, self.mesh.get_group())
         norm = math.nan if result.is_skipped else result.grad_norm
         state.optimizer.finish_step(finish, norm, grad_divisor=grad_divisor)
         result = end_step(state.model, state.optimizer, result)
         return self._counted_step(result, learning_rate)
 
     def _counted_step(self, result: StepResult, learning_rate: float) -> StepResult:
-        """Ends the step of delayed scaling's histories, counts it, and adds its rate to the
-        result.
-        """
+        """Counts a step, and adds its rate to the result."""
         state = self.state
-        # After the launch of the optimizer's step, which waits for none of this.
-        update_histories(self._histories, self.mesh.get_group())
         if self.activations is not None:
             self.activations.end_step()
         # A skipped step counts: the schedule and the data advance.

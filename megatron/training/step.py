@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from megatron.core.distributed.megatron_fsdp import context_of, microbatch_of
 from megatron.core.issued_collectives import issuing
+from megatron.core.low_precision.amax_history import AmaxHistory, update_histories
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer, PlannedStep
 from megatron.core.timeline import NO_TIMELINE, RANKS, AnyTimeline
 from megatron.core.transformer.expert_bias import update_expert_bias
@@ -125,6 +126,7 @@ def train_step(
     votes: Callable[[], tuple[float, ...]] = tuple,
     mark: MarkPhase = unmarked,
     journal: StepJournal | None = None,
+    histories: Sequence[AmaxHistory] = (),
 ) -> StepResult:
     """Forward and backward over this rank's share of one global batch, then the optimizer's step.
     Where the forward steps count expert loads, expert biases are moved with it.
@@ -142,6 +144,7 @@ def train_step(
             the whole microbatch.
         votes: called after the backward, so a signal counts in the step that it arrived in.
         journal: records the step.
+        histories: delayed scaling's; their step ends, too, also where it is skipped.
 
     Raises:
         TypeError, ValueError: for microbatches, losses or loads that are not as described, or that
@@ -176,6 +179,8 @@ def train_step(
     result = replace(result, is_skipped=not math.isfinite(norm), bad_ranks=bad_ranks)
     if journal is not None:
         journal.decided(result, agreed.grad_divisor)
+    # Before the optimizer may quantize the next step's weights.
+    update_histories(histories, mesh.get_group())
     optimizer.step(norm, planned, grad_divisor=agreed.grad_divisor)
     optimizer.zero_grad()
     return end_step(model, optimizer, result)

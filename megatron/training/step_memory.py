@@ -54,6 +54,7 @@ _FLAG = "--optimizer-offload-fraction"
 # The rows of a plan.
 WHOLE_LAYERS, ACTIVATIONS, LOSS = "whole layers in use", "activations", "logits and loss"
 MATRICES = "matrices of Muon"
+ROUNDED = "new weights before they are codes"
 IN_BACKWARD = "gradients in backward"
 STATES = "optimizer states"  # of all names
 _WEIGHTS = (COMPUTE, MAIN, GRADIENTS, SHOWN[COMPUTE])
@@ -87,6 +88,7 @@ class Moment(NamedTuple):
     activations: int
     loss: int
     matrices: int
+    rounded: int
 
 
 class RunMemory(NamedTuple):
@@ -116,7 +118,8 @@ class RunMemory(NamedTuple):
         the optimizer's step. Gradients come as activations go.
         """
         matrices = self.states.matrices
-        in_step = Moment(self._gradients_nbytes, 0, 0, 0, matrices.in_step)
+        rounded = self.states.rounded_nbytes
+        in_step = Moment(self._gradients_nbytes, 0, 0, 0, matrices.in_step, rounded)
         loss, *others = self._moments
         # Updates of the last step continue in the forward.
         return max(loss._replace(matrices=matrices.in_forward), *others, in_step, key=sum)
@@ -131,9 +134,9 @@ class RunMemory(NamedTuple):
         last = use.earlier_gradients + use.layer_gradients
         first = max(activations.layers, default=0) + in_layer
         return [
-            Moment(use.earlier_gradients, at_loss, kept, activations.loss, 0),
-            Moment(last, use.in_backward, kept + in_layer, 0, 0),
-            Moment(self._gradients_nbytes, use.in_backward, first, 0, 0),
+            Moment(use.earlier_gradients, at_loss, kept, activations.loss, 0, 0),
+            Moment(last, use.in_backward, kept + in_layer, 0, 0, 0),
+            Moment(self._gradients_nbytes, use.in_backward, first, 0, 0, 0),
         ]
 
     @property
@@ -143,8 +146,8 @@ class RunMemory(NamedTuple):
 
     @property
     def falling_nbytes(self) -> int:
-        """Bytes at the step's peak that fall as the offload fraction grows: all but streamed states
-        and matrices.
+        """Bytes at the step's peak that fall as the offload fraction grows: all but streamed
+        states, weights that are not codes yet, and matrices.
         """
         slots = self.states.at_rest.get(SLOTS, StateBytes(0, 0)).device
         return self._at_rest_nbytes - slots + max(map(sum, self._moments))
@@ -175,6 +178,7 @@ def rows_of(memory: RunMemory) -> dict[str, StateBytes]:
     rows[ACTIVATIONS] = StateBytes(peak.activations, memory.activations_room)
     rows[LOSS] = StateBytes(peak.loss, 0)
     rows[MATRICES] = StateBytes(peak.matrices, 0)
+    rows[ROUNDED] = StateBytes(peak.rounded, 0)
     return {name: row for name, row in rows.items() if any(row)}
 
 

@@ -193,8 +193,7 @@ def _model_on_meta(config: RunConfig) -> GPTModel:
     with torch.device("meta"):
         model = GPTModel(config.model, vocab_size)
     freeze(model, split_names(config.training.freeze or ()), "--freeze")
-    gathers_codes = config.parallel.fp8_param_gather
-    use_low_precision(model, config.low_precision, gathers_codes=gathers_codes)
+    use_low_precision(model, config.low_precision, config.parallel)
     return model
 
 

@@ -37,6 +37,8 @@ class _Part(NamedTuple):
     """A group of parameters on this rank: elements of one optimizer pass, and their dtypes.
 
     Attributes:
+        weight_nbytes: of its new compute weights.
+        is_cast: whether these are another array than the main weights.
         collectives: its gathers and reductions, without other work.
     """
 
@@ -45,7 +47,8 @@ class _Part(NamedTuple):
     is_on_host: bool
     main: torch.dtype
     grad: torch.dtype
-    weight: torch.dtype
+    weight_nbytes: int
+    is_cast: bool
     collectives: GroupWork
 
 
@@ -92,7 +95,7 @@ def _groups(run: PlannedRun, parts: Sequence[_Part], config: RunConfig) -> tuple
                 made,
                 host_pass=_pass_bytes(part, run.state_bytes) + 3 * rows,
                 down=part.numel * part.grad.itemsize + rows,
-                up=part.numel * part.weight.itemsize + rows,
+                up=part.weight_nbytes + rows,
                 states=states,
                 chunks=max(1, math.ceil(part.numel / SLOT_NUMEL)),
             )
@@ -202,8 +205,12 @@ def _parts(run: PlannedRun, fraction: float | None) -> list[_Part]:
                 reduced_once=group.reduced_last_nbytes,
             )
             numel = group.optimizer_numel if group.requires_grad else 0
-            dtypes = group.main_dtype, group.grad_dtype, group.weight_dtype
-            parts.append(_Part(unit.name, numel, group.is_on_host, *dtypes, moved))
+            written = group.weight_numel(numel) * group.weight_dtype.itemsize
+            is_cast = group.main_dtype != group.weight_dtype
+            dtypes = group.main_dtype, group.grad_dtype
+            parts.append(
+                _Part(unit.name, numel, group.is_on_host, *dtypes, written, is_cast, moved)
+            )
     return parts
 
 
@@ -224,7 +231,8 @@ def _parts_of_tensors(run: PlannedRun, fraction: float | None) -> list[_Part]:
                 gathered_forward=gathered, gathered_backward=gathered, reduced=reduced
             )
         numel = group.numel // run.world_size
-        parts.append(_Part(group.name, numel, group.is_on_host, fp32, fp32, fp32, moved))
+        written = numel * fp32.itemsize
+        parts.append(_Part(group.name, numel, group.is_on_host, fp32, fp32, written, False, moved))
     return parts
 
 
@@ -232,14 +240,13 @@ def _pass_bytes(part: _Part, state_bytes: float) -> float:
     """Returns the bytes that one pass reads and writes."""
     read_and_written = 2 * (part.main.itemsize + state_bytes)
     # On the host the pass also writes the new compute weight.
-    written = part.weight.itemsize if part.is_on_host else 0
-    return part.numel * (part.grad.itemsize + read_and_written + written)
+    written = part.weight_nbytes if part.is_on_host else 0
+    return part.numel * (part.grad.itemsize + read_and_written) + written
 
 
 def _cast_bytes(part: _Part) -> int:
     """Returns the bytes of casting main weights to compute weights on the device."""
-    is_apart = part.main != part.weight
-    return part.numel * (part.main.itemsize + part.weight.itemsize) if is_apart else 0
+    return part.numel * part.main.itemsize + part.weight_nbytes if part.is_cast else 0
 
 
 def _exchanges(run: PlannedRun) -> tuple[float, int]:

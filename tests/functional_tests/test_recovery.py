@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import random
 import shutil
+import signal
 import socket
 import sys
 import time
+from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
 from subprocess import Popen
@@ -38,7 +40,15 @@ from tests.functional_tests.helpers.recovery_scenes import (
     until,
 )
 from tests.functional_tests.helpers.runner import assert_same_tensors, read_checkpoint
-from tests.functional_tests.helpers.runs import DAMAGE, SETTINGS, flip_last_weight, pretrain
+from tests.functional_tests.helpers.runs import (
+    DAMAGE,
+    LAUNCHER,
+    SETTINGS,
+    TORCHRUN,
+    flip_last_weight,
+    pretrain,
+)
+from tests.unit_tests.core.helpers.keepers import keepers_of
 
 NUM_ITERS = 12
 FLAGS = [
@@ -202,11 +212,14 @@ def test_with_a_kept_host_state_the_killed_job_loses_no_step(whole, tmp_path):
     assert_goes_the_way_of(job, whole)
 
 
-# The project's launcher on a machine that loses one of two devices.
+# The project's launcher on a machine that loses the first of two devices.
 ONE_DEVICE_LEFT = """
 import sys
+from argparse import Namespace
 from megatron_hybrid import launcher
-launcher.usable_devices = lambda: {"DEVICES_OF_A_TEST": "1"}
+launcher.kernels_of = lambda device: Namespace(visible_devices="DEVICES_OF_A_TEST")
+is_lost = "import os, sys; sys.exit(os.environ['DEVICES_OF_A_TEST'] == '0')"
+launcher.TRY_DEVICE = [sys.executable, "-c", is_lost]
 sys.exit(launcher.main(sys.argv[1:]))
 """
 
@@ -224,6 +237,83 @@ def test_a_job_that_loses_a_device_goes_on_with_fewer_ranks_if_it_may(tmp_path, 
     assert (resumed["checkpoint"], resumed["world_size"]) == (None, sizes[-1])
     assert resumed["failed_at"] is not None
     assert job.losses()[-1][0] == NUM_ITERS
+
+
+@pytest.mark.wide
+def test_ranks_that_are_killed_at_random_moments_lose_no_step(whole, tmp_path):
+    job, draw = Job(tmp_path / "kept"), random.Random(8)
+    slow = "slow:rank=any,restart=any,step=1,seconds=1"
+    flags = [*FLAGS, "--keep-host-state", "--recover-retries", "100", "--inject", slow]
+    with started(job, torchrun("--max-restarts", "100"), *flags) as process:
+        for restart in range(8):
+            # Before the state is restored, or after the first step of a start.
+            kind = draw.choice(("start", "step"))
+            until(
+                lambda number=restart, kind=kind: (
+                    process.poll() is not None
+                    or any(event["restart"] == number for event in job.events(kind))
+                ),
+                "a start",
+            )
+            time.sleep(draw.uniform(0, 3))
+            ranks = children(process.pid)
+            for pid in draw.choice((ranks, ranks[:1], ranks[-1:])):
+                kill_process(pid)
+        assert process.wait(TIMEOUT) == 0, job.log
+    resumed = job.events("resume")
+    print(f"continued from iterations {[event['iteration'] for event in resumed]}")
+    assert {event["checkpoint"] for event in resumed} == {None}
+    assert resumed[-1]["iteration"] > 0
+    assert_goes_the_way_of(job, whole)
+
+
+def kept_memory(keeper: int) -> set[int]:
+    """The inodes of a keeper's memory."""
+    paths = [
+        path for path in Path(f"/proc/{keeper}/fd").iterdir() if "memfd" in str(path.readlink())
+    ]
+    return {path.stat().st_ino for path in paths}
+
+
+def users_of(memory: set[int]) -> list[str]:
+    """The processes that have some of the memory mapped or open."""
+    found = []
+    for folder in Path("/proc").iterdir():
+        with suppress(OSError):  # another kind of entry, or a process that has just ended
+            lines = (folder / "maps").read_text().splitlines()
+            inodes = {int(line.split()[4]) for line in lines if "/memfd:" in line}
+            inodes |= {path.stat().st_ino for path in (folder / "fd").iterdir() if path.exists()}
+            if inodes & memory:
+                found.append(folder.name)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("launcher", "number"),
+    [
+        (LAUNCHER, signal.SIGKILL),
+        *(
+            pytest.param(launcher, number, marks=pytest.mark.wide)
+            for launcher in (TORCHRUN, LAUNCHER)
+            for number in (signal.SIGINT, signal.SIGTERM)
+        ),
+        pytest.param(TORCHRUN, signal.SIGKILL, marks=pytest.mark.wide),
+    ],
+)
+def test_a_launcher_that_ends_by_a_signal_leaves_neither_a_keeper_nor_its_memory(
+    tmp_path, launcher, number
+):
+    job = Job(tmp_path)
+    flags = [*MODEL, *OFFLOADED, "--train-iters", "1000000", "--keep-host-state"]
+    with started(job, launcher, *flags) as process:
+        until(lambda: job.events("step"), "a step")
+        (keeper,) = keepers_of(process.pid)
+        memory = kept_memory(keeper)
+        assert len(users_of(memory)) == 3, "the keeper and two ranks"
+        process.send_signal(number)
+        assert process.wait(TIMEOUT) != 0
+        until(lambda: not is_running(keeper), "the end of the keeper")
+        until(lambda: not users_of(memory), "the end of its memory")
 
 
 # Hangs.

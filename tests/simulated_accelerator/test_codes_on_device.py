@@ -25,13 +25,16 @@ from tests.unit_tests.training.helpers.code_runs import (
 OPTIMIZERS = {"on the device": ON_DEVICE, "half on the host": on_host(0.5)}
 
 
-def _same(name: str, behaviour: Behaviour) -> None:
+def _same(name: str, recipe: str, behaviour: Behaviour) -> None:
     with behaviour.applied(), same_attention():
-        expected = train(engine_for(False), range(4))
-        expect_same(train(engine_for(True, optimizer=OPTIMIZERS[name]), range(4)), expected)
+        expected = train(engine_for(False, recipe), range(4))
+        expect_same(train(engine_for(True, recipe, OPTIMIZERS[name]), range(4)), expected)
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize(
+    "recipe", ["blockwise", "delayed", pytest.param("nvfp4", marks=pytest.mark.wide)]
+)
 @these_behaviours(WITH_PAUSES, LANES_LAST, ONE_QUEUE, GPU)
-def test_codes_change_no_loss(name: str, behaviour: Behaviour) -> None:
-    run_ranks(2, _same, name, behaviour, device=behaviour.kind)
+def test_codes_change_no_loss(name: str, recipe: str, behaviour: Behaviour) -> None:
+    run_ranks(2, _same, name, recipe, behaviour, device=behaviour.kind)

@@ -128,6 +128,13 @@ class DataParallelConfig:
         requires="fp8_format",
         no_effect_unless="use_megatron_fsdp",
     )
+    fp4_param_gather: bool = option(
+        False,
+        "keep and gather the weights of low-precision layers as fp4 codes, half a byte an element, "
+        "quantized after each update",
+        requires="fp4_format",
+        no_effect_unless="use_megatron_fsdp",
+    )
     megatron_fsdp_reshard_after_forward: bool = option(
         True,
         "free a layer's gathered weights after its forward and gather them again for its "
@@ -176,6 +183,11 @@ class DataParallelConfig:
             "--context-parallel-size of at least 2",
             self.context_parallel_size,
         )
+
+    @property
+    def gathers_codes(self) -> bool:
+        """Whether weights of low-precision layers are kept and gathered as codes."""
+        return self.fp8_param_gather or self.fp4_param_gather
 
     @property
     def ranks_per_sample(self) -> int:

@@ -164,7 +164,7 @@ def policy_of(
         main_grads_dtype=DTYPES[config.main_grads_dtype],
         grad_comm_dtype=DTYPES.get(config.megatron_fsdp_grad_comm_dtype),
         compute_dtype=compute_dtype,
-        gathers_codes=config.fp8_param_gather,
+        gathers_codes=config.gathers_codes,
     )
 
 

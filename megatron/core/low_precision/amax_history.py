@@ -1,7 +1,8 @@
 """Delayed scaling's maxima of earlier steps, one history for each operand of a layer.
 
 `AmaxHistory.maximum` records an operand's maximum and returns that of earlier steps. After the
-backward, `update_histories` takes the maxima over all ranks, in one all-reduce.
+backward, `update_histories` takes the maxima over all ranks, in one all-reduce. It comes before the
+optimizer's step, which may make the codes of the next step's weights.
 """
 
 from __future__ import annotations
@@ -59,8 +60,12 @@ class AmaxHistory(nn.Module):
         own = own.amax()
         if self.training:
             torch.maximum(self.current[slot], own, out=self.current[slot])
-        chosen = self.chosen[slot]
-        return chosen.where(chosen > 0, own).view(1, 1)
+        return self.chosen_or(slot, own).view(1, 1)
+
+    def chosen_or(self, slot: Slot, own: Tensor) -> Tensor:
+        """The chosen maximum, or, before there is one, these: fp32 of the shape of `own`."""
+        chosen = self.chosen[slot].to(own.device)
+        return chosen.where(chosen > 0, own)
 
     def advance(self, current: Tensor) -> None:
         """Ends a step whose maxima over all ranks these are, [operands]. A maximum that is 0 or not

@@ -131,6 +131,9 @@ class _Layer:
         num_experts, (rows, columns) = len(self.sizes), self.weight.shape
         codes = quantized.codes.unflatten(0, (num_experts, -1))[expert]
         scales = quantized.scales.unflatten(0, (num_experts, -1))[expert]
+        if self.history is not None and quantized.maxima is not None:
+            # Recorded here, as without codes: in evaluation, or without tokens, it is not.
+            self.history.maximum(Slot.WEIGHT, quantized.maxima[expert])
         return Operand(codes, scales, self.recipe.weight, (rows // num_experts, columns))
 
 

@@ -61,13 +61,6 @@ class Recipe:
         return self.weight.tile[0] != self.weight.tile[1]
 
     @property
-    def can_gather(self) -> bool:
-        """Whether weights can be gathered as codes: a byte an element, scaled by maxima of the
-        weight itself.
-        """
-        return self.history is None and self.weight.format.per_byte == 1
-
-    @property
     def kept_nbytes(self) -> float:
         """Bytes of an element of the inputs that waits for backward, with its share of the scale.
         The few scales of whole rows are left out.
@@ -83,8 +76,7 @@ class Recipe:
         Args:
             matrix_rows: see `WeightQuantizer`.
         """
-        # A history is of the whole weight.
-        return WeightQuantizer(self.weight, None if self.history else matrix_rows)
+        return WeightQuantizer(self.weight, matrix_rows)
 
     def with_one_plane(self) -> Recipe:
         """This recipe with weights whose codes serve both directions, for weights that are gathered

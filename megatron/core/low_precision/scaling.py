@@ -58,10 +58,12 @@ class QuantizedWeight(NamedTuple):
     Attributes:
         codes: [rows, columns] of the format's dtype; e2m1: uint8 [rows, ceil(columns / 2)].
         scales: what decoded values are multiplied by: [tiles of rows, tiles of columns].
+        maxima: for a history: of each expert's matrix, or of the one there is, [matrices, 1] fp32.
     """
 
     codes: Tensor
     scales: Tensor
+    maxima: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -127,8 +129,8 @@ class Scaling:
         return encode(values, self.format, noise)
 
     def scales_of(self, maxima: Tensor) -> tuple[Tensor, Tensor]:
-        """The multipliers of each tile of one matrix: of values before the cast, fp32, and of
-        decoded codes, fp32 or e8m0. Both have the shape of `maxima`.
+        """The multipliers of each tile: of values before the cast, fp32, and of decoded codes, fp32
+        or e8m0. Both have the shape of `maxima`: [..., tiles of rows, tiles of columns].
         """
         if self.kind is ScaleKind.TWO_LEVELS:
             return _two_levels(maxima)
@@ -177,7 +179,7 @@ class Operand:
 
 @dataclass(frozen=True)
 class WeightQuantizer:
-    """Quantises a weight [rows, columns] some rows at a time, in a format with a code a byte.
+    """Quantises a weight [rows, columns] some rows at a time.
 
     Attributes:
         matrix_rows: rows of one expert's matrix, where a weight has the matrices of several; None:
@@ -186,10 +188,6 @@ class WeightQuantizer:
 
     scaling: Scaling
     matrix_rows: int | None = None
-
-    @property
-    def codes_dtype(self) -> torch.dtype:
-        return self.scaling.format.dtype
 
     def maxima_shape(self, shape: Sequence[int]) -> tuple[int, int]:
         """The shape of the maxima, and of the scales, of a whole weight."""
@@ -225,18 +223,26 @@ class WeightQuantizer:
 
         Args:
             rows, first_row, maxima: see `add_maxima`; the maxima of the whole weight.
-            codes: of the shape of the rows.
+            codes: [rows, columns / codes in a byte].
         """
         if not rows.numel():
             return
-        multipliers, _ = self.scaling.scales_of(maxima)
+        multipliers, _ = self._scales_of(maxima)
         places = self._places(rows, first_row)
         own = multipliers if places is None else multipliers[places]
         codes.copy_(self.scaling.cast(rows, own, first_row))
 
     def scales(self, maxima: Tensor) -> Tensor:
         """The scales that decoded values are multiplied by, of the shape of `maxima`."""
-        return self.scaling.scales_of(maxima)[1]
+        return self._scales_of(maxima)[1]
+
+    def _scales_of(self, maxima: Tensor) -> tuple[Tensor, Tensor]:
+        """`Scaling.scales_of` of each matrix."""
+        if self.matrix_rows is None:
+            return self.scaling.scales_of(maxima)
+        tiles = _num_tiles(self.matrix_rows, self.scaling.tile[0])
+        multipliers, scales = self.scaling.scales_of(maxima.unflatten(0, (-1, tiles)))
+        return multipliers.flatten(0, 1), scales.flatten(0, 1)
 
     def _places(self, rows: Tensor, first_row: int) -> Tensor | None:
         """The number of each row's tile; None: all rows have the one there is."""
@@ -272,7 +278,7 @@ def _hadamard_matrix() -> Tensor:
 def _two_levels(maxima: Tensor) -> tuple[Tensor, Tensor]:
     """Multipliers and scales of NVFP4: see nvfp4.py."""
     largest = E4M3.largest * E2M1.largest
-    outer = scale_of(maxima.amax(), largest)
+    outer = scale_of(maxima.amax((-2, -1), keepdim=True), largest)
     inner = (maxima * (outer / E2M1.largest)).clamp(max=E4M3.largest).to(E4M3.dtype).float()
     # A code of e2m1 cannot be NaN: its scale is.
     inner = inner.where(maxima.isfinite(), math.nan)

@@ -37,6 +37,7 @@ from megatron.core.optimizer.cpu_offloading.groups import OffloadGroup
 from megatron.core.optimizer.cpu_offloading.host_layout import BucketShape, HostLayout, HostRules
 from megatron.core.optimizer.cpu_offloading.plan import OffloadPlan
 from megatron.core.optimizer.cpu_offloading.streamed_pass import NUM_SLOTS, SlotSize
+from megatron.core.optimizer.cpu_offloading.update_split import interleaved
 from megatron.core.optimizer.distrib_optimizer import offload_groups
 from megatron.core.optimizer.matrix_owners import (
     Batch,
@@ -98,12 +99,15 @@ class PlannedMemory:
         host_needs: by purpose, the states of a rule together.
         shards: of Megatron-FSDP; without units for other engines.
         matrices: buffers of Muon on the device; at most, since ranks differ.
+        rounded_nbytes: new weights on the device, which it has updated, until their next gather
+            makes codes of them; at most, where a run chooses what the device updates.
     """
 
     at_rest: dict[str, StateBytes]
     host_needs: list[HostNeed]
     shards: ShardPlan
     matrices: MatrixBytes
+    rounded_nbytes: int
 
     @property
     def device_nbytes(self) -> int:
@@ -141,7 +145,9 @@ def plan_memory(
         planner.add_groups(model, shards, plan, rank)
     else:
         planner.add_tensors(model, plan, rank)
-    return PlannedMemory(planner.table(), planner.host_needs(), shards, planner.matrices())
+    return PlannedMemory(
+        planner.table(), planner.host_needs(), shards, planner.matrices(), planner.rounded_nbytes
+    )
 
 
 class _Share(NamedTuple):
@@ -152,7 +158,11 @@ class _Share(NamedTuple):
 
 
 class _Planner:
-    """Adds up memory by name and side; lives for one `plan_memory`."""
+    """Adds up memory by name and side; lives for one `plan_memory`.
+
+    Attributes:
+        rounded_nbytes: see `PlannedMemory`.
+    """
 
     def __init__(self, model: nn.Module, settings: StateSettings) -> None:
         self._settings = settings
@@ -180,6 +190,7 @@ class _Planner:
         self._device: dict[str, int] = {}
         self._host: dict[str, int] = {}
         self._pinned: set[str] = set()
+        self.rounded_nbytes = 0
 
     def table(self) -> dict[str, StateBytes]:
         """As `state_memory` orders it."""
@@ -254,6 +265,14 @@ class _Planner:
                 self._state_dtypes.values(),
             )
             self._add(SLOTS, NUM_SLOTS * size.nbytes)
+            numels = [sum(math.prod(own.shape) for own in group.parameters) for group in buckets]
+            fraction = self._config.update_on_device
+            streamed = interleaved(numels, 1.0 if fraction is None else fraction)
+            self.rounded_nbytes = sum(
+                group.optimizer_numel * group.dtype.itemsize
+                for group in itertools.compress(buckets, streamed)
+                if group.quantizers
+            )
         self._add_buckets(
             [
                 BucketShape(
@@ -262,6 +281,7 @@ class _Planner:
                     group.grad_dtype,
                     group.weight_dtype,
                     has_main=True,
+                    weight_numel=group.weight_numel(group.optimizer_numel),
                     is_watched=any(sharded_axes(group.placements.optimizer)),
                     state_numels=places[id(group)].numels if self._has_parts else None,
                 )

@@ -156,8 +156,8 @@ def _count_group(
 ) -> None:
     for weight in (group.model_weight, group.post_optimizer_model_weight, group.unsharded_weight):
         counter.add(COMPUTE, weight.local_buffer)
-    for scales in group.codes.scales if group.codes is not None else ():
-        counter.add(COMPUTE, scales)
+    for tensor in group.codes.shown_tensors if group.codes is not None else ():
+        counter.add(COMPUTE, tensor)
     # An offloaded optimizer has counted the main weights that it updates.
     if not group.delivery.is_claimed_by(optimizer):
         counter.add(MAIN, group.main_weight.local_buffer, is_on_host=group.is_on_host)

@@ -1,25 +1,27 @@
-"""What ranks record in kept memory (kept_state.py), and `EarlierRanks`, which another number of
-ranks continues from: they finish the last step in the memory of the earlier ranks, and load main
-weights and states from there as from a checkpoint.
+"""`KeptRank`: the records of a rank in kept memory (kept_state.py). `EarlierRanks`: all ranks from
+when the job had another number of them, which another number of ranks continues from.
 """
 
 from __future__ import annotations
 
 import io
 import json
+import logging
 import math
-from collections.abc import Iterable, Mapping, Sequence
+import mmap
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from megatron.core.dist_checkpointing.agreement import on_all_ranks
 from megatron.core.dist_checkpointing.errors import CheckpointError, few
 from megatron.core.dist_checkpointing.layout.boxes import Box
-from megatron.core.dist_checkpointing.layout.saved import SavedChunk, SavedTensor
+from megatron.core.dist_checkpointing.layout.saved import SavedTensor
 from megatron.core.dist_checkpointing.load.reader import check_contents, load_entries
 from megatron.core.dist_checkpointing.state.collect import collect
 from megatron.core.dist_checkpointing.state.entries import Contents
@@ -27,184 +29,217 @@ from megatron.core.dist_checkpointing.state.param_groups import PARAM_GROUPS
 from megatron.core.host_keeper import Keeper, KeeperError, KeptMemory, Records
 from megatron.core.host_memory import HostLimits
 from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDeviceOptimizer
-from megatron.core.optimizer.cpu_offloading.kept_layout import KeptArray, KeptBucket, KeptFiles
-from megatron.core.optimizer.cpu_offloading.kept_updates import Landed
+from megatron.core.optimizer.cpu_offloading.kept_layout import KeptArray, KeptBucket
+from megatron.core.optimizer.cpu_offloading.kept_updates import Landed, find_damage
 from megatron.core.optimizer.state_tensors import STEP
+
+logger = logging.getLogger(__name__)
 
 KINDS = ("built", "ended", "landed", "decided")
 SOURCE = "the kept host state"
 
 
-class RankRecords(Records):
-    """The records of one rank."""
+class KeptRank(Records):
+    """The records of one rank.
 
-    def __init__(self, memory: KeptMemory) -> None:
-        super().__init__(memory, KINDS)
-        self._files = memory
+    Attributes:
+        keeper: the rank's.
+        memory: its memory, in which the records are.
+        files: the files that an earlier process had, by name, once `map_files` has found them.
+    """
+
+    def __init__(self, keeper: Keeper) -> None:
+        self.keeper = keeper
+        self.memory = KeptMemory(keeper)
+        self.files: dict[str, mmap.mmap] = {}
+        super().__init__(self.memory, KINDS)
 
     def write_built(
         self, identity: str, model: nn.Module, optimizer: HybridDeviceOptimizer
     ) -> None:
         """Records the settings and what the files contain."""
-        files, contents = KeptFiles(self._files.mapped), contents_of(model, optimizer)
+        contents = _contents(model, optimizer)
         placed = [
             (entry.key, entry.saved_as.shape, entry.offsets, array)
             for entry in contents.entries
-            if (array := files.place(entry.part_of(entry.values.stored))) is not None
+            if (array := KeptArray.of(entry.part_of(entry.values.stored), self.memory)) is not None
         ]
         built = {
             "identity": identity,
-            "sizes": self._files.sizes,
+            "sizes": self.memory.sizes,
             "tensors": placed,
-            "buckets": optimizer.kept_buckets(files, contents.names),
+            "buckets": optimizer.kept_buckets(self.memory, contents.names),
         }
         self.write("built", 1, json.dumps(built).encode())
 
     def built(self) -> dict[str, Any]:
-        """The record of `write_built`; empty without one."""
+        """What `write_built` recorded; empty if it did not."""
         content = self.read("built").get(1)
         return {} if content is None else json.loads(content)
 
-    def are_of(self, identity: str) -> bool:
-        """Whether the settings were these. KeeperError if files are missing or damaged."""
+    def map_files(self, identity: str) -> bool:
+        """Maps all files if a run with these settings has written them. KeeperError if some are
+        missing or have another size.
+        """
         built = self.built()
-        if built.get("identity") != identity:
-            return False
-        self._files.check(built["sizes"])
-        return True
+        if built.get("identity") == identity:
+            self.files = self.memory.files(built["sizes"])
+        return bool(self.files)
 
     def last_decided(self) -> int:
-        """The number of the last step; 0 without any."""
-        return max(self.read("decided"), default=0)
+        """The number of the last step that the rank has decided; 0 without any."""
+        return max(self.read("decided"), default=0) if self.files else 0
 
     def can_finish(self, number: int) -> bool:
         """Whether the rank has what it needs to finish a step that was decided."""
-        return number in self.read("landed") and number in self.read("ended")
+        return bool(self.files) and all(number in self.read(kind) for kind in ("landed", "ended"))
 
-
-class _Rank(NamedTuple):
-    keeper: Keeper
-    memory: KeptMemory
-    records: RankRecords
-
-    @classmethod
-    def of(cls, keeper: Keeper) -> _Rank:
-        memory = KeptMemory(keeper)
-        return cls(keeper, memory, RankRecords(memory))
+    def is_damaged(self, number: int, rank: int) -> bool:
+        """Whether weights and states are not as a step left them; warns if so."""
+        damage = find_damage(self.files, number)
+        if damage:
+            logger.warning("the kept host state of rank %d is damaged: %s", rank, damage)
+        return bool(damage)
 
 
 class EarlierRanks:
-    """All ranks of a job from when it had another number of them. `ReadableTensors` once the step
-    has been finished.
+    """Ranks that have ended, with all of a state that another number of ranks continues from. This
+    is a `ReadableTensors` of main weights and states while it loads.
 
     Attributes:
-        number: of the last step that any of the ranks has decided.
+        ranks: all of them, in order.
+        number: of the last step that any of them has decided.
         path, tensors, plain: see `ReadableTensors`.
     """
 
-    def __init__(self, ranks: Sequence[_Rank]) -> None:
+    def __init__(self, ranks: Sequence[KeptRank]) -> None:
         """Use `find`."""
-        self.number = max(rank.records.last_decided() for rank in ranks)
+        self.ranks = ranks
+        self.number = max(rank.last_decided() for rank in ranks)
         self.path = SOURCE
         self.tensors: dict[str, SavedTensor] = {}
         self.plain: Sequence[str] = ()
-        self._ranks = ranks
-        self._files: list[KeptFiles] = []
-        self._counts: dict[str, int] = {}  # steps by key
+        self._parts: dict[str, dict[Box, torch.Tensor]] = {}  # by key
 
     @classmethod
     def find(cls, keeper: Keeper, identity: str) -> EarlierRanks | None:
         """The ranks with the newest state that ranks with these settings can continue from, and
-        that are all on this machine; None without any.
+        that were all on this machine; None without any.
         """
         newest = None
         for world_size, keepers in keeper.earlier.items():
             with suppress(KeeperError):
-                found = cls([_Rank.of(keepers[rank]) for rank in sorted(keepers)])
-                if (
-                    len(keepers) == world_size
-                    and all(records.are_of(identity) for records in found.records)
-                    and all(records.can_finish(found.number) for records in found.records)
-                    and found.number > (0 if newest is None else newest.number)
-                ):
-                    newest = found
+                ranks = [KeptRank(keepers[rank]) for rank in sorted(keepers)]
+                if len(ranks) == world_size and all(rank.map_files(identity) for rank in ranks):
+                    found = cls(ranks)
+                    can_finish = all(rank.can_finish(found.number) for rank in ranks)
+                    if can_finish and (newest is None or found.number > newest.number):
+                        newest = found
         return newest
 
-    @property
-    def records(self) -> list[RankRecords]:
-        return [rank.records for rank in self._ranks]
-
-    @property
-    def keepers(self) -> list[Keeper]:
-        return [rank.keeper for rank in self._ranks]
-
-    def finish(
-        self,
-        optimizer: HybridDeviceOptimizer,
-        landed: Sequence[Sequence[Landed]],
-        grad_scale: float | None,
-    ) -> None:
-        """Finishes the last step of this process's share of the ranks.
-
-        Args:
-            landed: of every rank.
-            grad_scale: see `HybridDeviceOptimizer.finish_step`.
-        """
-        buckets = [
-            [KeptBucket.from_plain(*bucket) for bucket in records.built()["buckets"]]
-            for records in self.records
-        ]
-        if grad_scale is not None:
-            for number in range(dist.get_rank(), len(self._ranks), dist.get_world_size()):
-                memory, own = self._ranks[number].memory, landed[number]
-                optimizer.finish_earlier(self.number, memory, buckets[number], own, grad_scale)
-        for bucket, before in zip(buckets[0], landed[0], strict=True):
-            for index, (slot, count) in enumerate(zip(bucket.slots, before.counts, strict=True)):
-                is_stepped = grad_scale is not None and index in before.stepped
-                for name in slot.names:
-                    self._counts[f"optimizer.state.{name}.{STEP}"] = count + is_stepped
-
-    def load(self, model: nn.Module, optimizer: HybridDeviceOptimizer) -> None:
-        """Loads this process's main weights and states, once all processes have finished the step.
-
-        CheckpointError if the ranks do not have all of them.
-        """
-        self.tensors = _tensors(records.built()["tensors"] for records in self.records)
-        for key in self._counts:
-            self.tensors[key] = SavedTensor(key, torch.float32, (), ())
-        self._files = [KeptFiles(rank.memory.map_all()) for rank in self._ranks]
-        contents = contents_of(model, optimizer)
-        load_entries(self, contents, check_contents(self, contents, [PARAM_GROUPS]))
-        self._files = []
-
-    def read(self, key: str, offsets: Sequence[int], out: torch.Tensor) -> int:
-        """As `PublishedCheckpoint.read`."""
-        if key in self._counts:
-            out.fill_(self._counts[key])
-        saved, wanted = self.tensors[key], Box(tuple(offsets), tuple(out.shape))
-        dtype = str(saved.dtype).removeprefix("torch.")
-        for box, rank, file, offset in saved.chunks:
-            overlap = wanted.overlap(box)
-            if overlap is not None:
-                kept = self._files[rank].tensor(KeptArray(file, offset, box.sizes, dtype))
-                part = kept[overlap.within(box.offsets).slices()]
-                out[overlap.within(wanted.offsets).slices()].copy_(part)
-        return out.nbytes
-
-    def fits(self) -> bool:
+    def fit(self) -> bool:
         """Whether the machine has memory for a second state."""
-        sizes = [size for rank in self._ranks for size in rank.keeper.files.items()]
+        sizes = [size for rank in self.ranks for size in rank.keeper.files.items()]
         sparse = ("records", "undo")
         needed = sum(nbytes for name, nbytes in sizes if not name.startswith(sparse))
         available = HostLimits.read().available
         return available is None or needed <= available
 
+    def are_damaged(self) -> bool:
+        """`KeptRank.is_damaged` for this process's share of the ranks."""
+        return any(self.ranks[rank].is_damaged(self.number, rank) for rank in self._share())
 
-def contents_of(model: nn.Module, optimizer: HybridDeviceOptimizer) -> Contents:
-    """The main weights and states of a checkpoint."""
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    contents = collect(model, optimizer, rank=rank, world_size=world_size)
-    return replace(contents, groups=[own for own in contents.groups if own.unit is not None])
+    def finish(
+        self,
+        model: nn.Module,
+        optimizer: HybridDeviceOptimizer,
+        landed: Sequence[Sequence[Landed]],
+        grad_scale: float | None,
+    ) -> None:
+        """Finishes the last step of the ranks in their memory, and loads this process's main
+        weights and states from there. All processes call it together.
+
+        Args:
+            landed: of every rank.
+            grad_scale: see `HybridDeviceOptimizer.finish_step`.
+
+        Raises:
+            CheckpointError: if the ranks lack some elements.
+        """
+        if grad_scale is not None:
+            on_all_ranks(lambda: self._finish_share(optimizer, landed, grad_scale))
+        on_all_ranks(lambda: self._load(model, optimizer, landed[0], grad_scale is not None))
+
+    def read(self, key: str, offsets: Sequence[int], out: torch.Tensor) -> int:
+        """As `PublishedCheckpoint.read`."""
+        wanted = Box(tuple(offsets), tuple(out.shape))
+        for box, part in self._parts[key].items():
+            overlap = wanted.overlap(box)
+            if overlap is not None:
+                own = part[overlap.within(box.offsets).slices()]
+                out[overlap.within(wanted.offsets).slices()].copy_(own)
+        return out.nbytes
+
+    def _share(self) -> range:
+        return range(dist.get_rank(), len(self.ranks), dist.get_world_size())
+
+    def _finish_share(
+        self,
+        optimizer: HybridDeviceOptimizer,
+        landed: Sequence[Sequence[Landed]],
+        grad_scale: float,
+    ) -> None:
+        for number in self._share():
+            rank = self.ranks[number]
+            optimizer.finish_earlier(
+                self.number,
+                rank.memory,
+                list(rank.files.values()),
+                _buckets(rank),
+                landed[number],
+                grad_scale,
+            )
+
+    def _load(
+        self,
+        model: nn.Module,
+        optimizer: HybridDeviceOptimizer,
+        landed: Sequence[Landed],
+        is_stepped: bool,
+    ) -> None:
+        self._add_parts()
+        self._add_counts(landed, is_stepped)
+        contents = _contents(model, optimizer)
+        load_entries(self, contents, check_contents(self, contents, [PARAM_GROUPS]))
+
+    def _add_parts(self) -> None:
+        """Adds the tensors of which each rank has some boxes."""
+        for rank in self.ranks:
+            files = list(rank.files.values())
+            for key, shape, offsets, array in rank.built()["tensors"]:
+                part = KeptArray(*array).tensor(files)
+                self.tensors[key] = SavedTensor(key, part.dtype, tuple(shape), ())
+                # Ranks may have the same box.
+                self._parts.setdefault(key, {})[Box(tuple(offsets), tuple(part.shape))] = part
+        missing = [
+            key
+            for key, parts in self._parts.items()
+            if sum(box.numel for box in parts) != math.prod(self.tensors[key].shape)
+        ]
+        if missing:
+            raise CheckpointError(
+                f"Expected whole tensors in {SOURCE}, got parts of {few(missing)}."
+            )
+
+    def _add_counts(self, landed: Sequence[Landed], is_stepped: bool) -> None:
+        """Adds the parameters' counters of steps, which are not in kept memory."""
+        for bucket, before in zip(_buckets(self.ranks[0]), landed, strict=True):
+            for index, (slot, count) in enumerate(zip(bucket.slots, before.counts, strict=True)):
+                now = torch.tensor(float(count + (is_stepped and index in before.stepped)))
+                for name in slot.names:
+                    key = f"optimizer.state.{name}.{STEP}"
+                    self.tensors[key] = SavedTensor(key, now.dtype, (), ())
+                    self._parts[key] = {Box.whole(()): now}
 
 
 def packed(content: Mapping[str, Any]) -> bytes:
@@ -220,25 +255,12 @@ def unpacked(content: bytes) -> dict[str, Any]:
     return found
 
 
-def _tensors(placed: Iterable[Sequence[Any]]) -> dict[str, SavedTensor]:
-    """The tensors of which each rank has some boxes. CheckpointError if elements are missing."""
-    chunks: dict[str, dict[Box, SavedChunk]] = {}
-    kinds: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
-    for rank, own in enumerate(placed):
-        for key, shape, offsets, (file, offset, sizes, dtype) in own:
-            box = Box(tuple(offsets), tuple(sizes))
-            kinds[key] = getattr(torch, dtype), tuple(shape)
-            # Ranks may have the same box.
-            chunks.setdefault(key, {}).setdefault(box, SavedChunk(box, rank, file, offset))
+def _contents(model: nn.Module, optimizer: HybridDeviceOptimizer) -> Contents:
+    """The main weights and states of a checkpoint."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    contents = collect(model, optimizer, rank=rank, world_size=world_size)
+    return replace(contents, groups=[own for own in contents.groups if own.unit is not None])
 
-    missing = [
-        key
-        for key, (_, shape) in kinds.items()
-        if sum(box.numel for box in chunks[key]) != math.prod(shape)
-    ]
-    if missing:
-        raise CheckpointError(f"Expected whole tensors in {SOURCE}, got parts of {few(missing)}.")
-    return {
-        key: SavedTensor(key, dtype, shape, list(chunks[key].values()))
-        for key, (dtype, shape) in kinds.items()
-    }
+
+def _buckets(rank: KeptRank) -> list[KeptBucket]:
+    return [KeptBucket.from_plain(*bucket) for bucket in rank.built()["buckets"]]

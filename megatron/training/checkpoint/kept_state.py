@@ -42,7 +42,6 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron.core.device import Device
-from megatron.core.dist_checkpointing.agreement import on_all_ranks
 from megatron.core.dist_checkpointing.errors import CheckpointError
 from megatron.core.host_keeper import Keeper, KeeperError, KeptMemory
 from megatron.core.issued_collectives import issuing
@@ -54,7 +53,7 @@ from megatron.training.checkpoint.kept_ranks import (
     KINDS,
     SOURCE,
     EarlierRanks,
-    RankRecords,
+    KeptRank,
     packed,
     unpacked,
 )
@@ -89,19 +88,17 @@ class KeptState:
     """Records the steps of an engine, and restores it. A `StepJournal`.
 
     Attributes:
-        memory: where the host memory of the engine comes from.
         is_found: whether there is a state to `restore`.
     """
 
     def __init__(self, config: RunConfig, device: Device, keeper: Keeper, identity: str) -> None:
         """Use `open`."""
-        self.memory = KeptMemory(keeper)
         self.is_found = False
         self._config = config
         self._device = device
         self._keeper = keeper
         self._identity = identity
-        self._records = RankRecords(self.memory)
+        self._rank = KeptRank(keeper)
         self._earlier: EarlierRanks | None = None  # to restore the state of
         self._engine: ModuleEngine | None = None
         self._number = 0  # of the step to restore
@@ -117,12 +114,12 @@ class KeptState:
             None, after a warning, if any rank has no keeper.
         """
         keeper = Keeper(os.getppid(), launch.rank, launch.world_size)
-        kept, is_intact, earlier = None, False, None
+        kept, earlier = None, None
         try:
             keeper.connect(starts=launch.local_rank == 0)
             kept = cls(config, device, keeper, _identity(config))
             earlier = EarlierRanks.find(keeper, kept._identity)
-            is_intact = kept._records.are_of(kept._identity)
+            kept._rank.map_files(kept._identity)
         except KeeperError as error:
             logger.warning("%s", error)
         if not _least(kept is not None, device) or kept is None:
@@ -133,20 +130,22 @@ class KeptState:
             keeper.close()
             return None
 
-        kept._agree(is_intact, earlier)
-        if not kept.memory.is_restored:
-            kept.memory.forget()
-            kept._records = RankRecords(kept.memory)
-        kept._check_earlier()
+        kept._agree(earlier)
+        kept._drop_the_rest()
         if not kept.is_found and launch.restart_count and launch.rank == 0:
             logger.warning("there is no kept host state that all ranks can continue from")
         return kept
+
+    @property
+    def memory(self) -> KeptMemory:
+        """Where the host memory of the engine comes from."""
+        return self._rank.memory
 
     def attach(self, engine: ModuleEngine) -> None:
         """Takes the engine, which has been built with this memory."""
         self._engine = engine
         if not self.memory.is_restored:
-            self._records.write_built(self._identity, engine.model, self._optimizer)
+            self._rank.write_built(self._identity, engine.model, self._optimizer)
 
     # Recording
 
@@ -157,7 +156,7 @@ class KeptState:
             "rng": rng_state(self._device),
             "buffers": {name: own.cpu() for name, own in _buffers(self._own_engine.model)},
         }
-        self._records.write("landed", self._coming, packed(content))
+        self._rank.write("landed", self._coming, packed(content))
 
     def decided(self, result: StepResult, grad_divisor: float) -> None:
         optimizer = self._optimizer
@@ -171,7 +170,7 @@ class KeptState:
                 for group in optimizer.param_groups
             ],
         }
-        self._records.write("decided", self._coming, packed(content))
+        self._rank.write("decided", self._coming, packed(content))
         with suppress(KeeperError):
             self._keeper.forget_earlier()
         optimizer.number_step(self._coming)
@@ -184,12 +183,12 @@ class KeptState:
 
     def ended(self, info: RecoverInfo) -> None:
         """Records that an iteration is over, or, before the first, the state at the start."""
-        self._records.write("ended", self._coming, json.dumps(info.to_plain()).encode())
+        self._rank.write("ended", self._coming, json.dumps(info.to_plain()).encode())
 
     def forget(self) -> None:
         """Drops all records: a restarted run resumes from a checkpoint."""
         for kind in KINDS:
-            self._records.clear(kind)
+            self._rank.clear(kind)
         with suppress(KeeperError):
             self._keeper.forget_earlier()
 
@@ -212,27 +211,21 @@ class KeptState:
     def _restored(self) -> Restored:
         engine, number, earlier = self._own_engine, self._number, self._earlier
         state, model, optimizer = engine.state, engine.model, self._optimizer
-        records = [self._records] if earlier is None else earlier.records
-        keepers = [self._keeper] if earlier is None else earlier.keepers
-        decided = unpacked(self._decided(records))
-        before = _info(records[0], number)
+        ranks = [self._rank] if earlier is None else earlier.ranks
+        decided = unpacked(self._decided(ranks))
+        before = _info(ranks[0], number)
         RunData.of(self._config.checkpoint, self._config.schedule, state, before, SOURCE).install(
             state
         )
-        steps = [unpacked(each.read("landed")[number]) for each in records]
+        steps = [unpacked(rank.read("landed")[number]) for rank in ranks]
         for name, buffer in _buffers(model):
             # Equal on all ranks, but for maxima, of which the end of the step takes the largest.
-            buffer.copy_(torch.stack([each["buffers"][name] for each in steps]).amax(0))
-        landed = [[Landed(*each) for each in own["landed"]] for own in steps]
-
-        def take_over(earlier: EarlierRanks, grad_scale: float | None) -> None:
-            on_all_ranks(lambda: earlier.finish(optimizer, landed, grad_scale))
-            on_all_ranks(lambda: earlier.load(model, optimizer))
-
+            buffer.copy_(torch.stack([step["buffers"][name] for step in steps]).amax(0))
+        landed = [[Landed(*each) for each in step["landed"]] for step in steps]
         result = engine.finish_batch(
             partial(optimizer.finish_step, number, landed[0])
             if earlier is None
-            else partial(take_over, earlier),
+            else partial(earlier.finish, model, optimizer, landed),
             StepResult(**decided["result"]),
             decided["grad_divisor"],
             decided["options"],
@@ -242,56 +235,60 @@ class KeptState:
         else:
             logger.info(
                 "the kept host state is from %d ranks: dropout continues with new random states",
-                len(records),
+                len(ranks),
             )
 
-        has_ended = self._least(all(number + 1 in each.read("ended") for each in records)) == 1
-        died_at = min(_milliseconds(keeper.died_at) for keeper in keepers)
+        has_ended = self._least(all(number + 1 in rank.read("ended") for rank in ranks)) == 1
+        died_at = min(_milliseconds(rank.keeper.died_at) for rank in ranks)
         failed_at = self._least(died_at) / 1000
         self._earlier = None
         if has_ended:
-            return Restored(_info(records[0], number + 1), None, failed_at)
+            return Restored(_info(ranks[0], number + 1), None, failed_at)
         return Restored(before, result, failed_at)
 
-    def _agree(self, is_intact: bool, earlier: EarlierRanks | None) -> None:
-        """Finds the last step that any rank has decided, and whether all can finish it."""
-        number = -self._least(-self._records.last_decided() if is_intact else 0)
-        can_finish = is_intact and self._records.can_finish(number)
-        if self._least(can_finish) == 0:
+    def _agree(self, earlier: EarlierRanks | None) -> None:
+        """Finds the last step that any rank has decided, and whether all can finish it: in their
+        memory, or in that of another number of ranks.
+        """
+        number, rank = -self._least(-self._rank.last_decided()), dist.get_rank()
+        can_finish = self._rank.can_finish(number) and not self._rank.is_damaged(number, rank)
+        if not self._least(can_finish):
             number = 0
         # All ranks must have found the same earlier ones.
-        found = 0 if earlier is None else (earlier.number << 32) + len(earlier.records)
-        if self._least(found) != -self._least(-found):
-            earlier = None
-        if earlier is not None and earlier.number > number:
-            self._earlier, self._number = earlier, earlier.number
-        else:
-            self.memory.is_restored, self._number = number > 0, number
-        self.is_found = self._number > 0
+        found = 0 if earlier is None else (earlier.number << 32) + len(earlier.ranks)
+        if self._least(found) == -self._least(-found) and found >> 32 > number:
+            self._earlier, number = earlier, found >> 32
+        self._number, self.is_found = number, number > 0
+        self.memory.is_restored = self.is_found and self._earlier is None
+        self._rank.files = {}
 
-    def _check_earlier(self) -> None:
-        """Drops all earlier files but those to continue from, and those too if the machine has no
-        memory for a second state.
+    def _drop_the_rest(self) -> None:
+        """Drops all files but those to continue from; also the earlier ranks' if they are damaged,
+        or if the machine has no memory for a second state.
         """
+        if not self.memory.is_restored:
+            self.memory.forget()
+            self._rank = KeptRank(self._keeper)
         earlier = self._earlier
-        self._keeper.forget_earlier(but=0 if earlier is None else len(earlier.records))
+        self._keeper.forget_earlier(but=0 if earlier is None else len(earlier.ranks))
         if earlier is None:
             return
         self._least(True)  # all ranks have dropped theirs
-        if not self._least(earlier.fits()):
-            if dist.get_rank() == 0:
-                logger.warning(
-                    "the host has no memory for a second state, which a change from %d ranks to %d "
-                    "needs meanwhile",
-                    len(earlier.records),
-                    dist.get_world_size(),
-                )
+        has_room = self._least(earlier.fit())
+        if not has_room and dist.get_rank() == 0:
+            logger.warning(
+                "the host has no memory for a second state, which a change from %d ranks to %d "
+                "needs meanwhile",
+                len(earlier.ranks),
+                dist.get_world_size(),
+            )
+        if not has_room or not self._least(not earlier.are_damaged()):
             self._keeper.forget_earlier()
             self._earlier, self.is_found = None, False
 
-    def _decided(self, records: Sequence[RankRecords]) -> bytes:
+    def _decided(self, ranks: Sequence[KeptRank]) -> bytes:
         """The record of the decision, which some ranks may lack."""
-        found = (each.read("decided").get(self._number) for each in records)
+        found = (rank.read("decided").get(self._number) for rank in ranks)
         own = next((content for content in found if content is not None), None)
         rank = dist.get_rank()
         source = self._least(rank if own is not None else dist.get_world_size())
@@ -305,7 +302,7 @@ class KeptState:
             dist.broadcast(data, source)
         content = data.cpu().numpy().tobytes()
         if own is None:
-            records[0].write("decided", self._number, content)
+            ranks[0].write("decided", self._number, content)
         return content
 
     def _least(self, value: int) -> int:
@@ -328,8 +325,8 @@ class KeptState:
         return self._own_engine.state.step_info.iteration + 1
 
 
-def _info(records: RankRecords, number: int) -> RecoverInfo:
-    return RecoverInfo.from_plain(json.loads(records.read("ended")[number]), SOURCE)
+def _info(rank: KeptRank, number: int) -> RecoverInfo:
+    return RecoverInfo.from_plain(json.loads(rank.read("ended")[number]), SOURCE)
 
 
 def _identity(config: RunConfig) -> str:

@@ -1,7 +1,8 @@
-"""Runs with `--fp8-param-gather` compute what runs without it do, and save what they save."""
+"""Runs that gather weights as codes compute what other runs do, and save what they save."""
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from megatron.core.distributed.config import DataParallelConfig
 from megatron.core.distributed.fsdp.dbuffer import DBuffer
 from megatron.core.distributed.fsdp.parameter_group import FsdpParameterGroup
+from megatron.core.low_precision.amax_history import AmaxHistory
 from megatron.core.low_precision.config import LowPrecisionConfig
 from megatron.core.optimizer.config import OptimizerConfig
 from megatron.core.optimizer.kernels.host_adam import available_bodies
@@ -18,23 +20,27 @@ from megatron.core.optimizer.lr_schedule import LRScheduleConfig
 from megatron.core.options import ConfigError
 from megatron.training.config import EngineConfig
 from megatron.training.engine import SaveLoadMeta
+from megatron.training.engines import ModuleEngine
 from tests.helpers.engine_contents import Contents, contents_of, differing
 from tests.helpers.ranks import random_delays, run_ranks
 from tests.unit_tests.training.helpers.code_runs import (
     ON_DEVICE,
+    VOCAB,
     engine_for,
     expect_same,
     on_host,
     train,
 )
 
-RECIPES = ["blockwise", "tensorwise"]
+RECIPES = ["blockwise", "tensorwise", "delayed", "nvfp4"]
+FP4_WIDE = [pytest.param("nvfp4", marks=pytest.mark.wide)]
 BLOCKWISE = {"fp8_format": "e4m3", "fp8_recipe": "blockwise"}
 SHARDINGS: dict[str, dict[str, Any]] = {
     "ZeRO-1": {"data_parallel_sharding_strategy": "optim"},
     "ZeRO-2": {"data_parallel_sharding_strategy": "optim_grads"},
     "ZeRO-3": {},
     "HFSDP": {"num_distributed_optimizer_instances": 2, "outer_dp_sharding_strategy": "optim"},
+    "experts whole": {"expert_model_parallel_size": 1},
     "experts divided": {"expert_model_parallel_size": 2},
     "layers divided": {"tensor_model_parallel_size": 2},
 }
@@ -45,7 +51,16 @@ def _same(recipe: str, options: dict[str, Any]) -> None:
     tensor_size = options.get("tensor_model_parallel_size", 1)
     expected = train(plain, range(3), tensor_size)
     expect_same(train(gathering, range(3), tensor_size), expected)
-    assert differing(contents_of(gathering), contents_of(plain)) == []
+    expect_same_contents(gathering, plain)
+
+
+def expect_same_contents(found: ModuleEngine, expected: ModuleEngine) -> None:
+    assert differing(contents_of(found), contents_of(expected)) == []
+    pairs = zip(found.model.modules(), expected.model.modules(), strict=True)
+    for own, other in pairs:
+        if isinstance(own, AmaxHistory):
+            for name, maxima in own.named_buffers():
+                assert torch.equal(maxima, other.get_buffer(name))
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -61,7 +76,44 @@ def test_codes_change_no_bit_under_any_sharding(recipe: str, sharding: str) -> N
     run_ranks(4 if "num_distributed_optimizer_instances" in options else 2, _same, recipe, options)
 
 
+def _with_pauses(engine: ModuleEngine) -> list[float]:
+    """Losses of steps of which one is skipped, and of evaluations before and between them."""
+    tokens = torch.randint(VOCAB, (2, 13), generator=torch.Generator().manual_seed(9))
+    batch = {"tokens": tokens[:, :-1].contiguous(), "labels": tokens[:, 1:].contiguous()}
+
+    def evaluated() -> float:
+        return engine.eval_batch([batch], lambda model, batch: model(**batch).mean())
+
+    losses = [evaluated()]
+    for step in range(4):
+        losses += [loss for loss, _ in train(engine, range(step, step + 1))]
+        if step == 1:
+            skipped = engine.train_batch(
+                [batch], lambda model, batch: model(**batch).mean() * math.nan
+            )
+            assert skipped.is_skipped
+        if step == 2:
+            losses.append(evaluated())
+    return losses
+
+
+def _same_with_pauses(optimizer: OptimizerConfig) -> None:
+    plain = engine_for(False, "delayed")
+    gathering = engine_for(True, "delayed", optimizer=optimizer)
+    assert _with_pauses(gathering) == _with_pauses(plain)
+    expect_same_contents(gathering, plain)
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [pytest.param(ON_DEVICE, id="on the device"), pytest.param(on_host(1.0), id="on the host")],
+)
+def test_scales_of_a_history_move_with_it_where_weights_stay(optimizer: OptimizerConfig) -> None:
+    run_ranks(2, _same_with_pauses, optimizer)
+
+
 OFFLOADED = {
+    "none": on_host(0.0),
     "half": on_host(0.5),
     "all": on_host(1.0),
     "all, updated early": on_host(1.0, optimizer_early_update_gib=1.0),
@@ -72,13 +124,13 @@ OFFLOADED = {
 }
 
 
-def _offloaded(name: str) -> None:
-    on_device = engine_for(True)
+def _offloaded(name: str, recipe: str) -> None:
+    on_device = engine_for(True, recipe)
     expected = train(on_device, range(3))
     with random_delays(seed=3):
-        offloaded = engine_for(True, optimizer=OFFLOADED[name])
+        offloaded = engine_for(True, recipe, optimizer=OFFLOADED[name])
         assert train(offloaded, range(3)) == expected
-    assert differing(contents_of(offloaded), contents_of(on_device)) == []
+    expect_same_contents(offloaded, on_device)
 
 
 @pytest.mark.parametrize(
@@ -90,34 +142,46 @@ def _offloaded(name: str) -> None:
         for name in OFFLOADED
     ],
 )
-def test_the_host_writes_the_codes_that_the_device_would(name: str) -> None:
-    run_ranks(2, _offloaded, name)
+@pytest.mark.parametrize("recipe", ["blockwise", "delayed", *FP4_WIDE])
+def test_the_host_writes_the_codes_that_the_device_would(name: str, recipe: str) -> None:
+    run_ranks(2, _offloaded, name, recipe)
 
 
-def _num_made_by_torch(recipe: str) -> int:
-    """Groups whose codes the update has not made, in two steps."""
+def _num_made_by_torch(recipe: str) -> tuple[int, int]:
+    """Groups whose codes the update has not made, in two steps; and those made by gathers, but for
+    each group's first.
+    """
     made, original = list[str](), FsdpParameterGroup.quantize_on_host
+    gathered, copy_updated = list[str](), FsdpParameterGroup.copy_updated
 
     def counted(group: FsdpParameterGroup, codes: DBuffer) -> torch.Tensor:
         made.append(group.display_name)
         return original(group, codes)
 
+    def gather_counted(group: FsdpParameterGroup) -> None:
+        if group.codes is not None:
+            gathered.append(group.display_name)
+        copy_updated(group)
+
     # Ranks are processes of their own.
     FsdpParameterGroup.quantize_on_host = counted  # type: ignore[method-assign]
+    FsdpParameterGroup.copy_updated = gather_counted  # type: ignore[method-assign]
     train(engine_for(True, recipe, optimizer=on_host(1.0)), range(2))
-    return len(made)
+    return len(made), len(gathered) - len(set(gathered))
 
 
 @pytest.mark.skipif(available_bodies() == ["torch"], reason="the host kernel was not built")
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_the_update_makes_codes_where_few_rows_share_a_scale(recipe: str) -> None:
     has_codes = recipe == "blockwise"
-    assert [count == 0 for count in run_ranks(2, _num_made_by_torch, recipe)] == [has_codes] * 2
+    for num_after_update, num_gathered in run_ranks(2, _num_made_by_torch, recipe):
+        assert (num_after_update == 0) == has_codes
+        assert num_gathered == 0
 
 
-def _sent_up() -> tuple[int, int]:
+def _sent_up(recipe: str) -> tuple[int, int]:
     """Bytes of the weights that a step sends to the device, and their elements."""
-    engine = engine_for(True, optimizer=on_host(1.0))
+    engine = engine_for(True, recipe, optimizer=on_host(1.0))
     buckets = [
         bucket
         for bucket in engine.state.optimizer.optimizer._sides.host_side.buckets
@@ -126,27 +190,29 @@ def _sent_up() -> tuple[int, int]:
     return sum(b.weight.nbytes for b in buckets), sum(b.numel for b in buckets)
 
 
-def test_a_byte_an_element_goes_up_to_the_device() -> None:
-    for nbytes, numel in run_ranks(2, _sent_up):
-        assert nbytes == numel > 0
+@pytest.mark.parametrize(("recipe", "per_byte"), [("blockwise", 1), ("nvfp4", 2)])
+def test_a_byte_for_one_code_or_two_goes_up_to_the_device(recipe: str, per_byte: int) -> None:
+    for nbytes, numel in run_ranks(2, _sent_up, recipe):
+        assert per_byte * nbytes == numel > 0
 
 
 @pytest.mark.parametrize(
-    ("low_precision", "optimizer"),
+    ("flag", "low_precision", "optimizer"),
     [
-        pytest.param({}, {}, id="no recipe"),
-        pytest.param({"fp4_format": "e2m1"}, {}, id="two codes a byte"),
-        pytest.param(BLOCKWISE, {"main_params_dtype": "bf16"}, id="bf16 main weights"),
+        pytest.param("fp8", {}, {}, id="no recipe"),
+        pytest.param("fp8", {"fp4_format": "e2m1"}, {}, id="codes of four bits"),
+        pytest.param("fp4", BLOCKWISE, {}, id="codes of eight bits"),
+        pytest.param("fp8", BLOCKWISE, {"main_params_dtype": "bf16"}, id="bf16 main weights"),
     ],
 )
 def test_what_does_not_go_with_codes_is_refused(
-    low_precision: dict[str, Any], optimizer: dict[str, Any]
+    flag: str, low_precision: dict[str, Any], optimizer: dict[str, Any]
 ) -> None:
-    with pytest.raises(ConfigError, match="--fp8-param-gather"):
+    with pytest.raises(ConfigError, match=f"--{flag}-param-gather"):
         EngineConfig(
             OptimizerConfig(**optimizer),
             LRScheduleConfig(lr=1e-2),
-            DataParallelConfig(fp8_param_gather=True),
+            DataParallelConfig(**{f"{flag}_param_gather": True}),
             train_iters=1,
             compute_dtype="bf16",
             low_precision=LowPrecisionConfig(**low_precision),
@@ -188,15 +254,15 @@ def test_one_rank_loads_the_weights_and_states_that_two_have_saved(
     assert differing(plain, saved) == []
 
 
-def _resumed(folder: str, optimizer: OptimizerConfig) -> None:
-    engine = engine_for(True, optimizer=optimizer)
+def _resumed(folder: str, recipe: str, optimizer: OptimizerConfig) -> None:
+    engine = engine_for(True, recipe, optimizer=optimizer)
     train(engine, range(2))
     engine.save(SaveLoadMeta(f"{folder}/saved", with_optim=True))
     expected = train(engine, range(2, 5))
-    resumed = engine_for(True, optimizer=optimizer)
+    resumed = engine_for(True, recipe, optimizer=optimizer)
     resumed.load(SaveLoadMeta(f"{folder}/saved", with_optim=True))
     assert train(resumed, range(2, 5)) == expected
-    assert differing(contents_of(resumed), contents_of(engine)) == []
+    expect_same_contents(resumed, engine)
 
 
 @pytest.mark.parametrize(
@@ -206,5 +272,6 @@ def _resumed(folder: str, optimizer: OptimizerConfig) -> None:
         pytest.param(on_host(1.0), id="on the host", marks=pytest.mark.wide),
     ],
 )
-def test_a_run_resumes_to_the_bit(optimizer: OptimizerConfig, tmp_path: Path) -> None:
-    run_ranks(2, _resumed, str(tmp_path), optimizer)
+@pytest.mark.parametrize("recipe", ["blockwise", "delayed", *FP4_WIDE])
+def test_a_run_resumes_to_the_bit(recipe: str, optimizer: OptimizerConfig, tmp_path: Path) -> None:
+    run_ranks(2, _resumed, str(tmp_path), recipe, optimizer)

@@ -32,6 +32,7 @@ from megatron.training.engine import SaveLoadMeta
 from megatron.training.engines import ModuleEngine, build_engine
 from tests.helpers.engine_contents import Contents, contents_of, differing
 from tests.helpers.ranks import run_ranks
+from tests.unit_tests.training.helpers.code_runs import gathering
 
 VOCAB, SEQ = 64, 20
 DENSE = TransformerConfig(
@@ -201,6 +202,10 @@ def test_offloaded_states_and_recomputed_or_moved_layers_change_no_bit(name: str
         *(Run(recipe, HYBRID, fraction=fraction) for fraction in (0.0, 0.5, 1.0)),
         Run(recipe, replace(HYBRID, recompute_granularity="full")),
         Run(recipe, HYBRID, execution=MOVING),
+        *(
+            Run(recipe, replace(HYBRID, recompute_granularity="full"), parallel=gathering(name))
+            for _ in range(name in ("delayed", "nvfp4"))
+        ),
     )
     for other in others:
         expect_equal(other, plain)
@@ -278,9 +283,15 @@ def save_now(run: Run, folder: str) -> Trained:
     return trained(engine, range(0))
 
 
+@pytest.mark.parametrize(
+    "gathers_codes", [False, pytest.param(True, marks=pytest.mark.wide)], ids=["bf16", "codes"]
+)
 @pytest.mark.parametrize("name", ["blockwise", *wide(set(RECIPES) - {"blockwise"})])
-def test_two_ranks_load_the_states_that_four_have_saved(name: str, tmp_path: Path) -> None:
-    run, folder = Run(RECIPES[name], MIXTURE), str(tmp_path)
+def test_two_ranks_load_the_states_that_four_have_saved(
+    name: str, gathers_codes: bool, tmp_path: Path
+) -> None:
+    parallel = gathering(name) if gathers_codes else {}
+    run, folder = Run(RECIPES[name], MIXTURE, parallel=parallel), str(tmp_path)
     saved = run_ranks(4, save_now, run, folder)[0]
     expect_equal(run_ranks(2, read, run, folder)[0], saved)
     assert saved.contents.states

@@ -89,21 +89,22 @@ MODELS = {
 
 
 @pytest.mark.parametrize(
-    ("kept", "loss", "gradients", "in_step", "peak"),
+    ("kept", "loss", "gradients", "in_step", "rounded", "peak"),
     [
-        ((3, 4), 900, 70, 40, Moment(0, 6 + 2, 7, 900, 11)),
-        ((300, 400), 9, 70, 40, Moment(35, 50, 700 + 5, 0, 0)),
-        ((3, 4), 90, 700, 40, Moment(700, 50, 4 + 5, 0, 0)),
-        ((3, 4), 90, 700, 60, Moment(700, 0, 0, 0, 60)),
+        ((3, 4), 900, 70, 30, 10, Moment(0, 6 + 2, 7, 900, 11, 0)),
+        ((300, 400), 9, 70, 30, 10, Moment(35, 50, 700 + 5, 0, 0, 0)),
+        ((3, 4), 90, 700, 30, 10, Moment(700, 50, 4 + 5, 0, 0, 0)),
+        ((3, 4), 90, 700, 60, 0, Moment(700, 0, 0, 0, 60, 0)),
+        ((3, 4), 90, 700, 0, 60, Moment(700, 0, 0, 0, 0, 60)),
     ],
-    ids=["loss", "last layer", "first layer", "matrices"],
+    ids=["loss", "last layer", "first layer", "matrices", "weights that are not codes yet"],
 )
 def test_gradients_come_as_activations_go_and_matrices_come_last(
-    kept: tuple[int, ...], loss: int, gradients: int, in_step: int, peak: Moment
+    kept: tuple[int, ...], loss: int, gradients: int, in_step: int, rounded: int, peak: Moment
 ) -> None:
     at_rest = {COMPUTE: StateBytes(1000, 0), GRADIENTS: StateBytes(gradients, 0)}
     memory = RunMemory(
-        PlannedMemory(at_rest, [], ShardPlan(()), MatrixBytes(in_step, in_forward=11)),
+        PlannedMemory(at_rest, [], ShardPlan(()), MatrixBytes(in_step, in_forward=11), rounded),
         ActivationBytes(kept, recomputed=5, exchanged=0, rest=0, loss=loss),
         activations_on_host=0,
         activations_room=0,

@@ -1,11 +1,13 @@
-"""Compute weights that are kept as codes of a low-precision format (`--fp8-param-gather`).
+"""Compute weights that are kept as codes of a low-precision format (`--fp8-param-gather`,
+`--fp4-param-gather`).
 
     main weights  --round to the compute dtype-->  maxima of own rows  --MAX over ranks-->  scales
                                             `-----------------------------------------.
                                                                     own rows' codes <-'
 
 Ranks exchange the maxima, a number for each block of elements, and send codes through the gather.
-Every rank computes all scales from the same maxima, so no scales are sent. Weights are rounded to
+Every rank computes all scales from the same maxima, so no scales are sent. Delayed scaling computes
+them from its histories, which record the maxima for later steps. Weights are rounded to
 the compute dtype before they are quantized, as they are without codes: both give the same bits.
 
 A module's parameter keeps its shape and the compute dtype, in which autograd gives it gradients,
@@ -28,6 +30,7 @@ from megatron.core.distributed.fsdp.collectives import Label, combine_maxima
 from megatron.core.distributed.fsdp.dbuffer import DBuffer
 from megatron.core.distributed.fsdp.group_plan import GroupPlan
 from megatron.core.distributed.fsdp.group_weights import WeightBuffers
+from megatron.core.low_precision.amax_history import AmaxHistory, Slot
 from megatron.core.low_precision.scaling import QuantizedWeight, WeightQuantizer
 
 # Elements that are quantized at a time: on the CPU so few that their copies stay in the caches.
@@ -61,10 +64,18 @@ class GroupCodes:
 
     Attributes:
         scales: of each weight as this rank's modules use it, in the recipe's shape and dtype.
+        maxima: of each weight, where a history records them, [matrices, 1] fp32; otherwise None.
         shown_tensors: what parameters show as `quantized`.
     """
 
-    def __init__(self, plan: GroupPlan, weights: WeightBuffers, mesh: DeviceMesh) -> None:
+    def __init__(
+        self,
+        plan: GroupPlan,
+        weights: WeightBuffers,
+        mesh: DeviceMesh,
+        histories: Sequence[AmaxHistory | None],
+    ) -> None:
+        """`histories`: of the layers of each weight, with delayed scaling."""
         assert plan.recipe is not None, "the group's weights are kept as codes"
         self._plan = plan
         self._mesh = mesh
@@ -76,20 +87,26 @@ class GroupCodes:
             quantizer.scales(torch.zeros(shape, device=device))
             for quantizer, shape in zip(plan.quantizers, plan.maxima_shapes, strict=True)
         ]
+        self._histories = histories
+        self._followed = self._history_versions()
+        self.maxima = [
+            None if history is None else torch.zeros(shape, device=device)
+            for history, shape in zip(histories, plan.maxima_shapes, strict=True)
+        ]
         self.shown_tensors: list[torch.Tensor] = []
 
-    def placeholder(self, shape: Sequence[int]) -> torch.Tensor:
-        """A tensor of the compute dtype without memory for its elements."""
+    def placeholder(self, index: int) -> torch.Tensor:
+        """A weight in the compute dtype without memory for its elements."""
         # Reading it by mistake gives NaN.
         nan = torch.full((), math.nan, dtype=self._plan.dtype, device=self._unsharded.device)
-        return nan.expand(tuple(shape))
+        return nan.expand(self._shape(index))
 
     def show(self, index: int, full: nn.Parameter) -> None:
         """Gives a full parameter the views of its codes and scales."""
         codes = apart(self._unsharded.get_local_tensor(index))
-        quantized = QuantizedWeight(codes, apart(self.scales[index]))
+        quantized = QuantizedWeight(codes, apart(self.scales[index]), self.maxima[index])
         full.quantized = quantized  # type: ignore[attr-defined]
-        self.shown_tensors += quantized
+        self.shown_tensors += [tensor for tensor in quantized if tensor is not None]
 
     def quantize(self, main: DBuffer, codes: DBuffer, label: Label) -> torch.Tensor:
         """Writes the codes of this rank's rows, on the device of `codes`. All ranks that divide the
@@ -107,8 +124,9 @@ class GroupCodes:
                 quantizer.add_maxima(part.rows, part.first_row, own)
         self.combine(maxima, label)
         for index, (quantizer, own) in enumerate(by_weight):
+            limits = self._limits(index, own)
             for part in self._parts(index, main, codes):
-                quantizer.quantize_rows(part.rows, part.first_row, own, part.codes)
+                quantizer.quantize_rows(part.rows, part.first_row, limits, part.codes)
         return maxima
 
     def combine(self, maxima: torch.Tensor, label: Label) -> None:
@@ -118,10 +136,8 @@ class GroupCodes:
 
     def own_rows(self, index: int, main: DBuffer) -> OwnRows:
         """The rows of a weight that a buffer of this rank has."""
-        layout = self._plan.layout
         first_row = main.chunk(index).first_row - self._begins[index]
-        shape = (layout.block_rows(index), layout.tensor_shapes[index][1])
-        return OwnRows(self._plan.quantizers[index], first_row, shape)
+        return OwnRows(self._plan.quantizers[index], first_row, self._shape(index))
 
     def by_weight(self, maxima: torch.Tensor) -> list[torch.Tensor]:
         """Views of flat maxima in the shapes of the weights' maxima."""
@@ -133,8 +149,32 @@ class GroupCodes:
     def set_scales(self, maxima: torch.Tensor) -> None:
         """Computes all scales from the maxima that `quantize` has returned."""
         by_weight = zip(self._plan.quantizers, self.scales, self.by_weight(maxima), strict=True)
-        for quantizer, scales, own in by_weight:
-            scales.copy_(quantizer.scales(own.to(scales.device)))
+        for index, (quantizer, scales, found) in enumerate(by_weight):
+            own, kept = found.to(scales.device), self.maxima[index]
+            scales.copy_(quantizer.scales(self._limits(index, own)))
+            if kept is not None:
+                kept.copy_(own)
+
+    @property
+    def is_outdated(self) -> bool:
+        """Whether histories have changed since `follow_histories`."""
+        return self._followed != self._history_versions()
+
+    def follow_histories(self) -> None:
+        """Records that codes are about to be made by the histories as they are."""
+        self._followed = self._history_versions()
+
+    def _history_versions(self) -> int:
+        return sum(own.chosen._version for own in self._histories if own is not None)
+
+    def _limits(self, index: int, own: torch.Tensor) -> torch.Tensor:
+        """The maxima that a weight's scales are computed from; `own`: of the weight itself."""
+        history = self._histories[index]
+        return own if history is None else history.chosen_or(Slot.WEIGHT, own)
+
+    def _shape(self, index: int) -> tuple[int, int]:
+        """Of a weight as this rank's modules use it."""
+        return self._plan.layout.block_rows(index), self._plan.layout.tensor_shapes[index][1]
 
     @property
     def _num_weights(self) -> int:

@@ -93,6 +93,21 @@ class GroupPlan:
         return self.dtype if self.recipe is None else self.recipe.weight.format.dtype
 
     @property
+    def weights_per_element(self) -> int:
+        """Of the buffers of compute weights: codes of four bits are two in a byte."""
+        return 1 if self.recipe is None else self.recipe.weight.format.per_byte
+
+    @cached_property
+    def weight_layout(self) -> GlobalLayout:
+        """Of the buffers of compute weights."""
+        num = self.weights_per_element
+        return self.layout if num == 1 else self.layout.packed(num)
+
+    def weight_numel(self, numel: int) -> int:
+        """Elements of a buffer of so many compute weights."""
+        return numel // self.weights_per_element
+
+    @property
     def main_dtype(self) -> torch.dtype:
         """Of the main weights."""
         policy, is_trained = self.policy, self.requires_grad
@@ -154,7 +169,7 @@ class GroupPlan:
     def compute_nbytes(self) -> int:
         """Of the compute weights between uses."""
         numel = self._numel(self.placements.parameter)
-        return numel * self.weight_dtype.itemsize + self.scales_nbytes
+        return self.weight_numel(numel) * self.weight_dtype.itemsize + self.scales_nbytes
 
     @cached_property
     def quantizers(self) -> tuple[WeightQuantizer, ...]:
@@ -174,9 +189,11 @@ class GroupPlan:
 
     @cached_property
     def scales_nbytes(self) -> int:
-        """Of the scales of all codes, which every rank has."""
+        """Of the scales of all codes, which every rank has, and of maxima for histories."""
         pairs = zip(self.quantizers, self.maxima_shapes, strict=True)
-        return sum(own.scales(torch.empty(shape, device="meta")).nbytes for own, shape in pairs)
+        maxima = [(own, torch.empty(shape, device="meta")) for own, shape in pairs]
+        has_history = self.recipe is not None and self.recipe.history is not None
+        return sum(own.scales(m).nbytes + has_history * m.nbytes for own, m in maxima)
 
     @property
     def main_nbytes(self) -> int:
@@ -195,7 +212,8 @@ class GroupPlan:
         """Of the weights in use, where they are another buffer than the weights at rest."""
         if not self.is_gathered:
             return 0
-        return self._numel(self.placements.in_use) * self.weight_dtype.itemsize
+        numel = self.weight_numel(self._numel(self.placements.in_use))
+        return numel * self.weight_dtype.itemsize
 
     @property
     def whole_grads_nbytes(self) -> int:
@@ -244,7 +262,7 @@ class GroupPlan:
         """
         begin = self.placements.parameter if self.is_gathered else self.placements.optimizer
         whole = self._numel(self.placements.in_use)
-        return (whole - self._numel(begin)) * self.weight_dtype.itemsize
+        return self.weight_numel(whole - self._numel(begin)) * self.weight_dtype.itemsize
 
     @property
     def maxima_numel(self) -> int:

@@ -130,12 +130,12 @@ class WeightBuffers(NamedTuple):
     @classmethod
     def make(cls, plan: GroupPlan, mesh: DeviceMesh, device: Device) -> WeightBuffers:
         """Allocates them, uninitialised."""
-        placements, layout, dtype = plan.placements, plan.layout, plan.weight_dtype
+        placements, layout = plan.placements, plan.layout
 
-        def allocate(where: Sequence[Placement], dtype: torch.dtype) -> DBuffer:
-            return DBuffer(mesh, where, layout, dtype, device.torch_device)
+        def allocate(where: Sequence[Placement]) -> DBuffer:
+            return DBuffer(mesh, where, plan.weight_layout, plan.weight_dtype, device.torch_device)
 
-        model = post_optimizer_model = allocate(placements.parameter, dtype)
+        model = post_optimizer_model = allocate(placements.parameter)
         if placements.optimizer != placements.parameter:
             post_optimizer_model = model.view(placements.optimizer)
 
@@ -143,14 +143,14 @@ class WeightBuffers(NamedTuple):
         if plan.is_on_host:
             main = _host_buffer(plan, mesh, device)
         elif plan.has_own_main:
-            main = allocate(placements.optimizer, plan.main_dtype)
+            main = DBuffer(mesh, placements.optimizer, layout, plan.main_dtype, device.torch_device)
         elif main is not model:
             # Gathering the rest of the model weights is no change of the main weights.
             part = apart(main.local_buffer)
             main = DBuffer.from_local(part, mesh, placements.optimizer, layout)
             post_optimizer_model = main
 
-        unsharded = allocate(placements.in_use, dtype) if plan.is_gathered else model
+        unsharded = allocate(placements.in_use) if plan.is_gathered else model
         return cls(main, model, post_optimizer_model, unsharded)
 
 

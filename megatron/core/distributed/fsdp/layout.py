@@ -157,6 +157,16 @@ class GlobalLayout:
         size = block_numel * num_blocks
         return cls(tensor_shapes, tuple(packer.offsets), size, num_blocks, tuple(cuts))
 
+    def packed(self, num: int) -> GlobalLayout:
+        """The layout of a buffer with `num` neighbours of a row in each element. ValueError for
+        columns that are no multiple of `num`.
+        """
+        if any(shape[-1] % num for shape in self.tensor_shapes):
+            raise ValueError(f"Expected columns in multiples of {num}, got {self.tensor_shapes}.")
+        shapes = tuple((*shape[:-1], shape[-1] // num) for shape in self.tensor_shapes)
+        offsets = tuple(offset // num for offset in self.tensor_to_offset)
+        return GlobalLayout(shapes, offsets, self.size // num, self.num_blocks)
+
     @property
     def block_numel(self) -> int:
         """Elements of each block, padding included."""

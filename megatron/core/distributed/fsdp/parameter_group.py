@@ -195,7 +195,11 @@ class FsdpParameterGroup:
         self.main_weight, self.model_weight = weights.main, weights.model
         self.post_optimizer_model_weight = weights.post_optimizer_model
         self.unsharded_weight = weights.unsharded
-        self.codes = None if plan.recipe is None else GroupCodes(plan, weights, mesh)
+        self.codes: GroupCodes | None = None
+        if plan.recipe is not None:
+            # Modules that share a weight have one history, or none, if it is kept as codes.
+            histories = [getattr(own.owners[0][0], "amax_history", None) for own in owned]
+            self.codes = GroupCodes(plan, weights, mesh, histories)
         # The mesh axes over which they are moved.
         self._updated_axes = _axes_between(self.post_optimizer_model_weight, self.model_weight)
         self._gathered_axes = _axes_between(self.model_weight, self.unsharded_weight)
@@ -291,6 +295,8 @@ class FsdpParameterGroup:
                 # A backward of an earlier forward must not use the new values unnoticed.
                 torch.autograd.graph.increment_version(group._full_tensors())
             group._copied = gather.writes
+            if group.codes is not None:
+                group.codes.follow_histories()
             group.phase, group._reserved = group.phase.to(MemoryPhase.GATHERING), None
 
     def _prepare_gather(self) -> Gather | None:
@@ -302,7 +308,8 @@ class FsdpParameterGroup:
             raise error.with_traceback(traceback)
 
         writes = self._writes()
-        is_stale = writes != self._copied
+        is_outdated = self.codes is not None and self.codes.is_outdated
+        is_stale = is_outdated or writes != self._copied
         has_changed = is_stale or self.delivery.is_announced
         if self.is_unsharded and not has_changed:
             return None
@@ -701,7 +708,7 @@ class FsdpParameterGroup:
     def _make_parameter(self, index: int, owned: OwnedParameter) -> FsdpParameter:
         # Gathers write to this memory, which autograd must not take for a change of saved tensors.
         rows = self.unsharded_weight.get_local_tensor(index)
-        whole = apart(rows) if self.codes is None else self.codes.placeholder(rows.shape)
+        whole = apart(rows) if self.codes is None else self.codes.placeholder(index)
         full = nn.Parameter(whole, requires_grad=self.requires_grad)
         sharded = sharded_parameter(
             self.main_weight.get_dtensor(index),

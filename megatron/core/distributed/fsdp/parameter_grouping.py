@@ -151,7 +151,9 @@ def _groups_of(
         policy = policy_for(dtype).resolve(dtype, adds_on_device=adds_on_device)
         if any(isinstance(owner, Fp32Module) for owner, _ in parameter.owners):
             policy = policy.at_least_fp32()
-        recipe = _recipe_of(parameter) if policy.gathers_codes else None
+        recipe = None
+        if policy.gathers_codes:
+            recipe = _recipe_of(parameter, cuts.get(parameter.original), num_blocks)
         kind = policy, dtype, parameter.original.requires_grad, recipe
         groups.setdefault(kind, []).append(parameter)
 
@@ -182,16 +184,20 @@ def _planned(parameter: OwnedParameter) -> ParameterPlan:
     return ParameterPlan(parameter.fqns, shape, matrix_rows)
 
 
-def _recipe_of(parameter: OwnedParameter) -> Recipe | None:
-    """The recipe of a trained weight that all its modules quantize alike, if its codes can be
-    gathered; None for others.
+def _recipe_of(parameter: OwnedParameter, cut: TensorCut | None, num_blocks: int) -> Recipe | None:
+    """The recipe of a trained weight that all its modules quantize alike, if no two rows have codes
+    in one byte; None for others.
     """
     original = parameter.original
     recipes = {getattr(owner, "recipe", None) for owner, _ in parameter.owners}
-    if original.ndim != 2 or not original.requires_grad or len(recipes) > 1:
+    histories = {getattr(owner, "amax_history", None) for owner, _ in parameter.owners}
+    is_alike = len(recipes) == len(histories) == 1
+    if original.ndim != 2 or not original.requires_grad or not is_alike:
         return None
     recipe: Recipe | None = recipes.pop()
-    return recipe if recipe is not None and recipe.can_gather else None
+    columns = (cut.stored_shape(original.shape, num_blocks) if cut else original.shape)[1]
+    is_whole = recipe is not None and columns % recipe.weight.format.per_byte == 0
+    return recipe if is_whole else None
 
 
 def _parts(

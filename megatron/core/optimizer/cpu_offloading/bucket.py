@@ -112,6 +112,7 @@ class Bucket(ABC):
         slots: of the parameters that are stepped.
         numel: elements of each array, padding included.
         main_numel: elements of the array of main weights before `adopt`.
+        weight_numel: elements of the array of compute weights, where two codes are one.
         main_dtype, grad_dtype, weight_dtype: of the arrays.
         accepted_grad_dtypes: dtypes of gradients that are copied without loss.
         is_delivered: whether the device itself waits for weights that have been sent; otherwise
@@ -145,6 +146,7 @@ class Bucket(ABC):
         numel: int,
         *,
         main_numel: int | None = None,
+        weight_numel: int | None = None,
         main_dtype: torch.dtype,
         grad_dtype: torch.dtype,
         weight_dtype: torch.dtype,
@@ -154,6 +156,7 @@ class Bucket(ABC):
         self.slots = slots
         self.numel = numel
         self.main_numel = numel if main_numel is None else main_numel
+        self.weight_numel = numel if weight_numel is None else weight_numel
         self.main_dtype = main_dtype
         self.grad_dtype = grad_dtype
         self.weight_dtype = weight_dtype
@@ -359,14 +362,16 @@ class FsdpBucket(Bucket):
             [slot._replace(offset=max(0, slot.offset - self._start)) for slot in whole],
             numel,
             main_numel=group.main_weight.range.numel,
+            weight_numel=group.plan.weight_numel(numel),
             main_dtype=group.main_weight.dtype,
             grad_dtype=group.plan.grad_dtype,
             weight_dtype=group.plan.weight_dtype,
             accepted_grad_dtypes=(group.plan.grad_dtype,),
         )
         self.is_quantized = group.codes is not None
-        self._maxima: torch.Tensor | None = None  # over all ranks, of the last update
-        self._own_maxima: torch.Tensor | None = None  # where the update finds them
+        # Of tiles: over all ranks in the last update, and where an update puts those it finds.
+        self._maxima = torch.zeros(group.plan.maxima_numel if self.is_quantized else 0)
+        self._own_maxima = torch.zeros_like(self._maxima)
         if self.is_quantized and len(whole) < len(group.fsdp_parameters):
             raise ValueError(
                 f"Expected one optimizer for all weights of {group.display_name}, which are kept "
@@ -462,10 +467,8 @@ class FsdpBucket(Bucket):
         rows = codes.own_rows(index, self._group.main_weight)
         if not PieceCodes.is_supported(rows.quantizer.scaling):
             return None
-        if self._own_maxima is None:
-            self._own_maxima = torch.zeros(self._group.plan.maxima_numel)
-        maxima = codes.by_weight(self._own_maxima)[index]
-        return PieceCodes(slot.of(self.weight), maxima, *rows)
+        own, last = (codes.by_weight(flat)[index] for flat in (self._own_maxima, self._maxima))
+        return PieceCodes(slot.of(self.weight), own, last, *rows)
 
     def quantize(self, pieces: Sequence[Piece], encode: Encode | None) -> None:
         group = self._group
@@ -475,27 +478,27 @@ class FsdpBucket(Bucket):
         # Codes of weights that were not stepped may be those of other values, loaded since.
         encoded = [piece for piece in pieces if piece.codes is not None]
         is_whole = sum(piece.numel for piece in encoded) == sum(slot.numel for slot in self.slots)
-        if encode is None or self._own_maxima is None or not is_whole:
+        if encode is None or not is_whole:
             codes = DBuffer.from_local(
-                self.weight, group.mesh, group.placements.optimizer, group.layout
+                self.weight, group.mesh, group.placements.optimizer, group.plan.weight_layout
             )
-            self._maxima = group.quantize_on_host(codes)
+            self._maxima.copy_(group.quantize_on_host(codes))
             return
 
         # The pass has made the codes of tiles of which this rank has all rows.
         group.combine_on_host(self._own_maxima)
         encode(encoded)
-        self._maxima = self._own_maxima.clone()
+        self._maxima.copy_(self._own_maxima)
         # The next pass writes those of its rows only.
         self._own_maxima.zero_()
 
     def send(self, stepped: Sequence[Slot]) -> None:
-        target = self._part(self._group.post_optimizer_model_weight.local_buffer)
+        whole = self._group.post_optimizer_model_weight.local_buffer
         if self._group.codes is not None:
-            assert self._maxima is not None, "made with the codes"
             self._group.codes.set_scales(self._maxima)
-            target.copy_(self.weight, non_blocking=True)
+            whole.copy_(self.weight, non_blocking=True)
             return
+        target = self._part(whole)
         for offset, numel in _ranges(stepped):
             target.narrow(0, offset, numel).copy_(
                 self.weight.narrow(0, offset, numel), non_blocking=True
@@ -538,6 +541,8 @@ class FsdpBucket(Bucket):
         # The device uses weights as soon as they are there; the host reads main weights later.
         updated = Awaited(self.pending.done, timings.awaited(sent).wait)
         self._group.delivery.announce(updated, timings.before_use(sent), self._indices[0])
+        if self._group.codes is not None:
+            self._group.codes.follow_histories()
 
     def _is_claimed_by(self, owner: object) -> bool:
         return self._group.delivery.is_claimed_by(owner, self._indices)

@@ -38,6 +38,7 @@ class BucketShape(NamedTuple):
         main_dtype, grad_dtype, weight_dtype: of the arrays.
         has_main: whether its main weights are in host memory already, in as many elements.
         main_numel: elements of the array of main weights otherwise; None: as of the others.
+        weight_numel: elements of the array of compute weights; None: as of the others.
         is_watched: see `Bucket`: only then it may be updated early.
         state_numels: elements of each state; None: `numel` of every one.
     """
@@ -48,6 +49,7 @@ class BucketShape(NamedTuple):
     weight_dtype: torch.dtype
     has_main: bool
     main_numel: int | None = None
+    weight_numel: int | None = None
     is_watched: bool = False
     state_numels: Mapping[str, int] | None = None
 
@@ -127,7 +129,11 @@ class HostLayout:
         self._add("gradients", "gradients", [(i, b.numel, b.grad_dtype) for i, b in numbered])
         if rules.state_dtypes is None:
             self._add_widened()
-        apart = [(i, b.numel, b.weight_dtype) for i, b in numbered if not self.shares(i)]
+        apart = [
+            (i, b.numel if b.weight_numel is None else b.weight_numel, b.weight_dtype)
+            for i, b in numbered
+            if not self.shares(i)
+        ]
         self._add("compute weights", "compute weights", apart)
         logs = [(i, self._undo_nbytes(buckets[i]), torch.uint8) for i in sorted(self.early)]
         self._add(UNDO, UNDO, logs)
@@ -243,6 +249,7 @@ class HostAllocator:
                 bucket.weight_dtype,
                 has_main=id(bucket) in self._own,
                 main_numel=bucket.main_numel,
+                weight_numel=bucket.weight_numel,
                 is_watched=bucket.is_watched,
                 state_numels=None if bucket.state_places is None else bucket.state_places.numels,
             )

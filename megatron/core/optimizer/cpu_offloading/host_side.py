@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import mmap
 import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -39,7 +40,7 @@ from megatron.core.optimizer.cpu_offloading.executors import (
 )
 from megatron.core.optimizer.cpu_offloading.host_layout import HostAllocator
 from megatron.core.optimizer.cpu_offloading.hybrid_settings import HybridSettings
-from megatron.core.optimizer.cpu_offloading.kept_layout import KeptBucket, KeptFiles, KeptSlot
+from megatron.core.optimizer.cpu_offloading.kept_layout import KeptArray, KeptBucket, KeptSlot
 from megatron.core.optimizer.cpu_offloading.kept_updates import KeptUpdates, Landed
 from megatron.core.optimizer.cpu_offloading.streamed_pass import (
     NUM_SLOTS,
@@ -366,7 +367,7 @@ class HostSide:
 
     def kept_buckets(
         self,
-        files: KeptFiles,
+        memory: KeptMemory,
         groups: Mapping[nn.Parameter, int],
         names: Mapping[torch.Tensor, list[str]],
     ) -> list[KeptBucket]:
@@ -378,7 +379,7 @@ class HostSide:
                 KeptSlot(offset, numel, groups[parameter], names[parameter])
                 for parameter, offset, numel in executor.bucket.slots
             ]
-            placed = {name: files.place(array) for name, array in executor.arrays().items()}
+            placed = {name: KeptArray.of(own, memory) for name, own in executor.arrays().items()}
             arrays = {name: array for name, array in placed.items() if array is not None}
             found.append(KeptBucket(executor.bucket.numel, slots, arrays))
         return found
@@ -387,6 +388,7 @@ class HostSide:
         self,
         number: int,
         memory: KeptMemory,
+        files: Sequence[mmap.mmap],
         buckets: Sequence[KeptBucket],
         landed: Sequence[Landed],
         groups: Sequence[Options],
@@ -396,13 +398,11 @@ class HostSide:
         rule, kernel = self.rule, self._kernel
         assert rule is not None, "kept memory needs a rule"
         assert kernel is not None, "kept memory needs a rule"
-        files = KeptFiles(memory.map_all())
         kept = KeptUpdates(memory, self._device, buckets)
         kept.step = number
-        both = enumerate(zip(buckets, landed, strict=True))
         pieces = {
             place: bucket.pieces(rule, files, own.counts, own.stepped, groups)
-            for place, (bucket, own) in both
+            for place, (bucket, own) in enumerate(zip(buckets, landed, strict=True))
             if own.stepped
         }
         kept.finish(kernel, pieces, grad_scale)

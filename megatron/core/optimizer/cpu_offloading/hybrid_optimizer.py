@@ -12,6 +12,7 @@ device side give the same bits, so where a group lives never changes a run.
 
 from __future__ import annotations
 
+import mmap
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -28,7 +29,7 @@ from megatron.core.optimizer.config import DEFAULT_OPTIMIZER_FRACTION, Overlap
 from megatron.core.optimizer.cpu_offloading.both_sides import BothSides, options_of
 from megatron.core.optimizer.cpu_offloading.host_side import HostStep
 from megatron.core.optimizer.cpu_offloading.hybrid_settings import HybridSettings, updaters_of
-from megatron.core.optimizer.cpu_offloading.kept_layout import KeptBucket, KeptFiles
+from megatron.core.optimizer.cpu_offloading.kept_layout import KeptBucket
 from megatron.core.optimizer.cpu_offloading.kept_updates import Landed
 from megatron.core.optimizer.cpu_offloading.plan import OffloadPlan
 from megatron.core.optimizer.kernels.piece import check_grad_scale
@@ -319,12 +320,12 @@ class HybridDeviceOptimizer(PlanningOptimizer):
         self._sides.host_side.finish_step(number, landed, options, grad_scale)
 
     def kept_buckets(
-        self, files: KeptFiles, names: Mapping[torch.Tensor, list[str]]
+        self, memory: KeptMemory, names: Mapping[torch.Tensor, list[str]]
     ) -> list[KeptBucket]:
-        """Describes kept memory for processes that have other buckets.
+        """Describes the buckets for processes that have other ones.
 
         Args:
-            files: the mapped files.
+            memory: in which their arrays are.
             names: the names of each parameter in checkpoints.
         """
         groups = {
@@ -332,13 +333,14 @@ class HybridDeviceOptimizer(PlanningOptimizer):
             for number, group in enumerate(self.param_groups)
             for parameter in group["params"]
         }
-        return self._sides.host_side.kept_buckets(files, groups, names)
+        return self._sides.host_side.kept_buckets(memory, groups, names)
 
     @torch.no_grad()
     def finish_earlier(
         self,
         number: int,
         memory: KeptMemory,
+        files: Sequence[mmap.mmap],
         buckets: Sequence[KeptBucket],
         landed: Sequence[Landed],
         grad_scale: float,
@@ -348,10 +350,10 @@ class HybridDeviceOptimizer(PlanningOptimizer):
 
         Args:
             number, landed, grad_scale: see `finish_step`. The options are those of the groups.
-            memory, buckets: of the earlier rank.
+            memory, files, buckets: of the earlier rank; all files, in the order of names.
         """
         self._sides.host_side.finish_earlier(
-            number, memory, buckets, landed, self.param_groups, grad_scale
+            number, memory, files, buckets, landed, self.param_groups, grad_scale
         )
 
     def expect_grad_scale(self, grad_scale: float) -> None:

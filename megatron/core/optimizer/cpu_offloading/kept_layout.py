@@ -1,4 +1,4 @@
-"""Where arrays of buckets are in kept memory, as plain data for a process that has other buckets.
+"""`KeptBucket`: a bucket in kept memory as plain data, for processes that have other buckets.
 
 After a change of the number of ranks, new ranks finish the updates of earlier ones from it.
 """
@@ -12,22 +12,36 @@ from typing import Any, NamedTuple
 
 import torch
 
+from megatron.core.host_keeper import KeptMemory
 from megatron.core.optimizer.kernels.piece import Piece, merged
 from megatron.core.optimizer.rules import UpdateRule
 
 
 class KeptArray(NamedTuple):
-    """A contiguous array in a file of kept memory.
+    """A contiguous array in kept memory.
 
     Attributes:
-        offset: bytes from the beginning of the file.
+        file, offset: see `KeptMemory.place_of`.
         dtype: name of its dtype in torch.
     """
 
-    file: str
+    file: int
     offset: int
-    shape: tuple[int, ...]
+    shape: Sequence[int]
     dtype: str
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor, memory: KeptMemory) -> KeptArray | None:
+        """A contiguous tensor; None if it is elsewhere, or empty."""
+        found = memory.place_of(tensor.data_ptr()) if tensor.numel() else None
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        return None if found is None else cls(*found, tensor.shape, dtype)
+
+    def tensor(self, files: Sequence[mmap.mmap]) -> torch.Tensor:
+        """The array in these files, in the order of names."""
+        dtype, numel = getattr(torch, self.dtype), math.prod(self.shape)
+        flat = torch.frombuffer(files[self.file], dtype=dtype, count=numel, offset=self.offset)
+        return flat.view(self.shape)
 
 
 class KeptSlot(NamedTuple):
@@ -48,8 +62,7 @@ class KeptBucket(NamedTuple):
     """A bucket.
 
     Attributes:
-        arrays: its gradients, main weights and compute weights (`RuleExecutor.arrays`), and its
-            states.
+        arrays: its arrays (`RuleExecutor.arrays`), if it has elements.
     """
 
     numel: int
@@ -65,7 +78,7 @@ class KeptBucket(NamedTuple):
     def pieces(
         self,
         rule: UpdateRule,
-        files: KeptFiles,
+        files: Sequence[mmap.mmap],
         counts: Sequence[int],
         stepped: Sequence[int],
         groups: Sequence[Mapping[str, Any]],
@@ -76,39 +89,15 @@ class KeptBucket(NamedTuple):
             counts, stepped: see `Landed`.
             groups: the options of the param groups in the step.
         """
-        arrays = {name: files.tensor(array) for name, array in self.arrays.items()}
+        arrays = {name: array.tensor(files) for name, array in self.arrays.items()}
         found = []
         for index in stepped:
             slot = self.slots[index]
-            if not slot.numel:
-                continue
-            own = {n: each.narrow(0, slot.offset, slot.numel) for n, each in arrays.items()}
-            step = rule.scalars(groups[slot.group], counts[index] + 1)
-            states = {name: own[name] for name in rule.state_dtypes}
-            found.append(Piece(step, own["grad"], own["weight"], states, out=own["out"]))
+            if slot.numel:
+                own = {
+                    name: flat.narrow(0, slot.offset, slot.numel) for name, flat in arrays.items()
+                }
+                step = rule.scalars(groups[slot.group], counts[index] + 1)
+                states = {name: own[name] for name in rule.state_dtypes}
+                found.append(Piece(step, own["grad"], own["weight"], states, out=own["out"]))
         return merged(found)
-
-
-class KeptFiles:
-    """Files of kept memory that are mapped here, with arrays in them."""
-
-    def __init__(self, mapped: Mapping[str, mmap.mmap]) -> None:
-        self._bytes = {
-            name: torch.frombuffer(mapping, dtype=torch.uint8) for name, mapping in mapped.items()
-        }
-
-    def place(self, array: torch.Tensor) -> KeptArray | None:
-        """Where a contiguous array is; None if it is elsewhere, or empty."""
-        for file, content in self._bytes.items():
-            offset = array.data_ptr() - content.data_ptr()
-            if array.numel() and 0 <= offset < content.numel():
-                dtype = str(array.dtype).removeprefix("torch.")
-                return KeptArray(file, offset, tuple(array.shape), dtype)
-        return None
-
-    def tensor(self, array: KeptArray) -> torch.Tensor:
-        """The array."""
-        dtype = getattr(torch, array.dtype)
-        nbytes = math.prod(array.shape) * dtype.itemsize
-        content = self._bytes[array.file][array.offset : array.offset + nbytes]
-        return content.view(dtype).view(array.shape)

@@ -28,7 +28,11 @@ constexpr int64_t kMinChunk = 16 * 1024;    // elements a thread takes at a time
 constexpr int64_t kMaxChunk = 128 * 1024;   // and at most; both multiples of kRow
 constexpr int64_t kSlotHeader = 8;          // numbers before the old values of a row
 constexpr int64_t kCodeRows = 128;          // rows of a matrix, about, that a thread takes at a time to make codes
-constexpr int64_t kCodeColumns = 2048;      // and columns: short rows are slow, long ones leave the caches
+constexpr int64_t kCodeColumns = 8192;      // and columns: short rows are slow
+constexpr int64_t kGroup = 32;              // elements of a row that share a scale, also of the narrowest tile
+constexpr int kMostLanes = 16;              // floats of the widest vector register
+
+alignas(64) constexpr uint32_t kCount[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
 
 enum Type : int32_t { kNone = 0, kFp32 = 1, kBf16 = 2, kFp16 = 3, kSplit = 4 };
 enum ScaleKind : int32_t { kAnyFp32 = 0, kPowerOfTwo = 1, kE8M0 = 2 };
@@ -48,6 +52,7 @@ struct Scalars {
 };
 
 struct TileLog;
+struct RowCodes;
 
 struct Arrays {
   const void* grad;
@@ -63,6 +68,7 @@ struct Arrays {
   int32_t stream;        // set here: whether `out` is written past the caches
   int32_t streams_undo;  // the same of old values
   TileLog* log;          // set here; null: a killed process leaves any elements half written
+  const RowCodes* codes;  // also set here, for fp32 weights; null: they get none
   int64_t ahead;         // elements ahead of which memory is asked for, also set here
 
   inline __attribute__((always_inline)) void advance(int64_t numel);
@@ -73,6 +79,7 @@ struct Arrays {
 struct Codes {
   uint8_t* codes;        // null: none are made
   float* maxima;         // of all tiles; written, of this piece's rows, by a pass, and only read by an encoding
+  const float* last_maxima;  // of all tiles, of an earlier pass, or zeros
   int64_t first_row;     // number of the piece's first row
   int64_t columns;
   int64_t matrix_rows;   // of one of the matrices, which have tiles of their own
@@ -97,6 +104,7 @@ struct HostAdamLog {
   int64_t slot_bytes;
   int64_t chunk;        // elements of a chunk
   int64_t* counters;    // of the bucket's first chunk
+  int64_t* sums;        // the same; a chunk's sum of new values is added before its counter gets full
   int64_t step, bucket;
 };
 
@@ -153,6 +161,23 @@ inline __attribute__((always_inline)) bool streams_undo(const Arrays& a) {
 
 inline __attribute__((always_inline)) int64_t num_tiles(int64_t size, int64_t tile) { return (size + tile - 1) / tile; }
 
+// What becomes of a row of new weights, which has a multiplier and maxima for each group of elements.
+struct RowCodes {
+  uint8_t* codes;  // null: none are made
+  const float* multipliers;
+  int32_t (*largest)[kMostLanes];  // bits of the largest absolute value in each lane of a vector; null: not looked for
+  int64_t lag;                     // codes are made of weights that are so many elements before
+  int64_t gap;                     // elements between the end of this row and the next one
+
+  inline __attribute__((always_inline)) void advance(int64_t numel) {
+    if (codes != nullptr) codes += numel;
+    multipliers += numel / kGroup;
+    if (largest != nullptr) largest += numel / kGroup;
+  }
+};
+
+bool is_finite(float maximum) { return as_bits(maximum) < 0x7f800000u; }
+
 // scale_of and e8m0_of in formats.py: what values are multiplied by, given the maximum of their tile.
 float multiplier_of(float maximum, ScaleKind kind) {
   constexpr float kLargest = 448.0f;
@@ -164,7 +189,7 @@ float multiplier_of(float maximum, ScaleKind kind) {
     exponent = std::min(exponent, 0xfeu);
     return 1.0f / as_float(exponent == 0 ? 0x400000u : exponent << 23);
   }
-  const bool is_usable = maximum > 0.0f && as_bits(maximum) < 0x7f800000u;
+  const bool is_usable = maximum > 0.0f && is_finite(maximum);
   const float scale = is_usable ? std::min(kLargest / maximum, as_float(0x7f7fffffu)) : 1.0f;
   return kind == kPowerOfTwo ? as_float(as_bits(scale) & 0xff800000u) : scale;
 }
@@ -216,7 +241,10 @@ struct TileLog {
   int64_t* next;
   int64_t* counter;  // elements of the chunk that are done
   int64_t step, start;
+  int64_t numel;    // of the chunk
+  int64_t* total;   // the chunk's sum
   bool keeps_grad;  // `out` lies over it
+  uint32_t sum;     // of the elements that this thread has updated
 
   // Before old values are written to a slot, which is not valid meanwhile.
   static inline __attribute__((always_inline)) void invalidate(int64_t* slot) {
@@ -235,8 +263,9 @@ struct TileLog {
 
   // Once the tile has been updated.
   inline __attribute__((always_inline)) void end(int64_t numel) {
-    order();
     start += numel;
+    if (start == this->numel) *total = static_cast<uint32_t>(*total + sum);
+    order();
     *counter = start;
     order();
     int64_t* const before = slot;
@@ -261,6 +290,8 @@ struct TileLog {
 #define STREAM(to, from) \
   _mm512_stream_si512(reinterpret_cast<__m512i*>(to), _mm512_load_si512(reinterpret_cast<const __m512i*>(from)))
 #define LANES 16
+#define SIMD(name, a, b) \
+  reinterpret_cast<Words>(_mm512_##name(reinterpret_cast<__m512i>(a), reinterpret_cast<__m512i>(b)))
 #define FMA(a, b, c) reinterpret_cast<Floats>(_mm512_fmadd_ps(a, b, c))
 #define SQRT(a) reinterpret_cast<Floats>(_mm512_maskz_sqrt_ps(0xffff, a))
 #include "host_adam_body.h"
@@ -272,6 +303,8 @@ struct TileLog {
   _mm256_stream_si256(reinterpret_cast<__m256i*>(to) + part,                                                        \
                       _mm256_load_si256(reinterpret_cast<const __m256i*>(from) + part))
 #define LANES 8
+#define SIMD(name, a, b) \
+  reinterpret_cast<Words>(_mm256_##name(reinterpret_cast<__m256i>(a), reinterpret_cast<__m256i>(b)))
 #define FMA(a, b, c) reinterpret_cast<Floats>(_mm256_fmadd_ps(a, b, c))
 #define SQRT(a) reinterpret_cast<Floats>(_mm256_sqrt_ps(a))
 #include "host_adam_body.h"
@@ -279,6 +312,8 @@ struct TileLog {
 #define STREAM(to, from)                                                                                            \
   for (int part = 0; part < 4; ++part)                                                                              \
   _mm_stream_si128(reinterpret_cast<__m128i*>(to) + part, _mm_load_si128(reinterpret_cast<const __m128i*>(from) + part))
+#define SIMD(name, a, b) \
+  reinterpret_cast<Words>(_mm_##name(reinterpret_cast<__m128i>(a), reinterpret_cast<__m128i>(b)))
 
 #else
 
@@ -328,12 +363,12 @@ void touch(int32_t body, const Arrays& arrays, int64_t numel) {
   ON_BODY(body, touch(arrays, numel));
 }
 
-void raise_maximum(int32_t body, const float* weights, int64_t numel, float* maximum) {
-  ON_BODY(body, raise_maximum(weights, numel, maximum));
+void raise_maxima(int32_t body, const int32_t (*largest)[kMostLanes], int64_t numel, int64_t tile, float* maxima) {
+  ON_BODY(body, raise_maxima(largest, numel, tile, maxima));
 }
 
-void encode(int32_t body, const float* weights, int64_t numel, float multiplier, uint8_t* codes) {
-  ON_BODY(body, encode(weights, numel, multiplier, codes));
+void encode(int32_t body, const float* weights, int64_t numel, const RowCodes& row, bool all_finite) {
+  ON_BODY(body, encode(weights, numel, row, all_finite));
 }
 
 void squares(int32_t body, const void* array, Type type, int64_t numel, double* row_sums) {
@@ -391,43 +426,119 @@ Band band_of(const Codes& codes, int64_t row, int64_t num_rows) {
   return {std::min(last, num_rows), number * across, in_tile == 0 && last <= num_rows};
 }
 
+// At most kCodeColumns of the rows of a band.
+class BandPart {
+ public:
+  BandPart(int32_t body, const HostAdamPiece& piece, const Rectangle& part, int64_t first_tile)
+      : body_(body),
+        piece_(piece),
+        codes_(piece.codes),
+        part_(part),
+        width_(part.end_column - part.column),
+        first_tile_(first_tile + part.column / codes_.tile_columns) {}
+
+  // Raises maxima. On the way, makes codes of the new weights, if their scales can be guessed, or of the row before, if
+  // its maxima are given.
+  void step(const float* maxima_before) const {
+    float multipliers[kGroups];
+    alignas(64) int32_t largest[kGroups][kMostLanes];
+    __builtin_memset(largest, 0, num_groups() * sizeof(largest[0]));
+    const float* const maxima = guesses() ? codes_.last_maxima + first_tile_ : maxima_before;
+    const int64_t lag = guesses() ? 0 : codes_.columns;
+    if (maxima != nullptr) fill_multipliers(maxima, multipliers);
+    for (int64_t row = part_.row; row < part_.end_row; ++row) {
+      const int64_t start = row * codes_.columns + part_.column;
+      const RowCodes coded{maxima == nullptr ? nullptr : codes_.codes + start - lag, multipliers, largest, lag,
+                           codes_.columns - width_};
+      Arrays arrays = piece_.arrays;
+      arrays.codes = &coded;
+      arrays.advance(start);
+      adam(body_, piece_.scalars, arrays, width_);
+    }
+    raise_maxima(body_, largest, width_, codes_.tile_columns, codes_.maxima + first_tile_);
+  }
+
+  // Makes the codes of tiles, but not of those whose scale a step has guessed.
+  void encode(bool is_stepped) const {
+    const float* const maxima = codes_.maxima + first_tile_;
+    float multipliers[kGroups];
+    fill_multipliers(maxima, multipliers);
+    const int64_t size = codes_.tile_columns, tiles = num_tiles(width_, size);
+    for (int64_t tile = 0; tile < tiles;) {
+      const int64_t first = tile;
+      bool all_finite = true;
+      for (; tile < tiles && !(is_stepped && is_guessed(tile)); ++tile) all_finite &= is_finite(maxima[tile]);
+      // The codes around them that are written, too, are there already.
+      if (tile > first) encode(multipliers, first * size, std::min(width_, tile * size), all_finite);
+      tile += tile == first;
+    }
+  }
+
+ private:
+  static constexpr int64_t kGroups = kCodeColumns / kGroup;
+
+  void encode(const float* multipliers, int64_t column, int64_t end_column, bool all_finite) const {
+    const int64_t begin = column / kTile * kTile, end = std::min(width_, num_tiles(end_column, kTile) * kTile);
+    for (int64_t row = part_.row; row < part_.end_row; ++row) {
+      const int64_t start = row * codes_.columns + part_.column + begin;
+      const float* weights = static_cast<const float*>(piece_.arrays.weight) + start;
+      const RowCodes coded{codes_.codes + start, multipliers + begin / kGroup, nullptr, 0, 0};
+      ::encode(body_, weights, end - begin, coded, all_finite);
+    }
+  }
+
+  // Few powers of two change from step to step, and nearly all other scales.
+  bool guesses() const { return codes_.kind != kAnyFp32; }
+
+  bool is_guessed(int64_t tile) const {
+    const float maximum = codes_.maxima[first_tile_ + tile], last = codes_.last_maxima[first_tile_ + tile];
+    return guesses() && is_finite(maximum) &&
+           multiplier_of(maximum, codes_.kind) == multiplier_of(last, codes_.kind);
+  }
+
+  void fill_multipliers(const float* maxima, float* multipliers) const {
+    const int64_t size = num_tiles(codes_.tile_columns, kGroup), tiles = num_tiles(width_, codes_.tile_columns);
+    std::fill(multipliers, multipliers + num_groups(), 1.0f);
+    for (int64_t tile = 0; tile < tiles; ++tile) {
+      const int64_t end = std::min(num_groups(), (tile + 1) * size);
+      std::fill(multipliers + tile * size, multipliers + end, multiplier_of(maxima[tile], codes_.kind));
+    }
+  }
+
+  // Of whole tiles of `adam_tile`.
+  int64_t num_groups() const { return num_tiles(width_, kTile) * (kTile / kGroup); }
+
+  const int32_t body_;
+  const HostAdamPiece& piece_;
+  const Codes& codes_;
+  const Rectangle part_;
+  const int64_t width_, first_tile_;
+};
+
 // A step, maxima and codes of the tiles in a rectangle; or, where `encodes_only`, the codes of tiles of which other
 // ranks have rows, by maxima that include those.
 void adam_to_codes(int32_t body, const HostAdamPiece& piece, const Rectangle& part, bool encodes_only) {
   const Codes& codes = piece.codes;
-  const int64_t num_rows = piece.numel / codes.columns, width = part.end_column - part.column;
-  const int64_t first_tile = part.column / codes.tile_columns, tiles = num_tiles(width, codes.tile_columns);
-  const float* weights = static_cast<const float*>(piece.arrays.weight) + part.column;
+  const int64_t num_rows = piece.numel / codes.columns, first_tile = part.column / codes.tile_columns;
+  const int64_t end_tile = num_tiles(part.end_column, codes.tile_columns);
+  const bool may_lag = codes.kind == kAnyFp32 && codes.tile_rows == 1 && !encodes_only;
+  const float* before = nullptr;  // maxima of the row before, whose codes the next step makes
   for (int64_t row = part.row; row < part.end_row;) {
     const Band band = band_of(codes, row, num_rows);
-    float* maxima = codes.maxima + band.tile + first_tile;
-    // Calls `work` with the place of each row of each tile, the elements there, and the tile's number in the rectangle.
-    const auto for_each = [&](int64_t at, auto work) {
-      for (int64_t tile = 0; tile < tiles; ++tile) {
-        const int64_t begin = tile * codes.tile_columns;
-        work(at * codes.columns + begin, std::min(codes.tile_columns, width - begin), tile);
+    float *const maxima = codes.maxima + band.tile + first_tile, *const end = codes.maxima + band.tile + end_tile;
+    const auto for_each_part = [&](auto work) {
+      for (int64_t column = part.column; column < part.end_column; column += kCodeColumns) {
+        const int64_t end_column = std::min(part.end_column, column + kCodeColumns);
+        work(BandPart(body, piece, {row, band.end_row, column, end_column}, band.tile));
       }
     };
     if (!encodes_only) {
-      std::fill(maxima, maxima + tiles, 0.0f);
-      for (int64_t at = row; at < band.end_row; ++at) {
-        Arrays arrays = piece.arrays;
-        arrays.advance(at * codes.columns + part.column);
-        arrays.ahead = codes.columns * num_tiles(kPrefetch, width);  // the same columns of a later row
-        adam(body, piece.scalars, arrays, width);
-        for_each(at, [&](int64_t place, int64_t numel, int64_t tile) {
-          raise_maximum(body, weights + place, numel, maxima + tile);
-        });
-      }
+      std::fill(maxima, end, 0.0f);
+      for_each_part([&](const BandPart& own) { own.step(before); });
     }
-    if (band.is_whole != encodes_only) {
-      for (int64_t at = row; at < band.end_row; ++at) {
-        for_each(at, [&](int64_t place, int64_t numel, int64_t tile) {
-          const float multiplier = multiplier_of(maxima[tile], codes.kind);
-          encode(body, weights + place, numel, multiplier, codes.codes + part.column + place);
-        });
-      }
-    }
+    const bool lags = may_lag && band.end_row < part.end_row && std::all_of(maxima, end, is_finite);
+    before = lags ? maxima : nullptr;
+    if (band.is_whole != encodes_only && !lags) for_each_part([&](const BandPart& own) { own.encode(!encodes_only); });
     row = band.end_row;
   }
 }
@@ -532,6 +643,7 @@ class AdamJob : public Job {
   void run_logged(const HostAdamPiece& piece, const Chunk& chunk, int thread) {
     int64_t* slots[2];
     int64_t* const counter = piece.counters + chunk.start / log_.chunk;
+    *counter = std::max<int64_t>(*counter, 0);
     for (int k = 0; k < 2; ++k) {
       slots[k] = reinterpret_cast<int64_t*>(log_.slots + (2 * thread + k) * log_.slot_bytes);
       TileLog::invalidate(slots[k]);
@@ -540,7 +652,9 @@ class AdamJob : public Job {
     }
     Arrays arrays = piece.arrays;
     arrays.ahead = kPrefetch;
-    TileLog log{slots[0], slots[1], counter, log_.step, *counter, arrays.out == arrays.grad};
+    int64_t* const total = log_.sums + (counter - log_.counters);
+    const bool keeps_grad = arrays.out == arrays.grad;
+    TileLog log{slots[0], slots[1], counter, log_.step, *counter, chunk.numel, total, keeps_grad, 0};
     arrays.advance(chunk.start + log.start);
     arrays.log = &log;
     adam(body_, piece.scalars, arrays, chunk.numel - log.start);
@@ -653,7 +767,7 @@ struct HostAdamTicket {
 extern "C" {
 
 // What host_adam.py expects; raised whenever a struct or a signature changes.
-int32_t host_adam_version() { return 3; }
+int32_t host_adam_version() { return 4; }
 
 int32_t host_adam_has_body(int32_t body) { return has_body(body); }
 

@@ -35,7 +35,7 @@ from megatron.core.optimizer.kernels.piece import Piece, PieceCodes, RowLog
 LIBRARY = Path(__file__).with_name("libhost_adam.so")
 logger = logging.getLogger(__name__)
 
-_VERSION = 3  # of the library's structs and signatures
+_VERSION = 4  # of the library's structs and signatures
 _BODIES = {"avx512": 2, "avx2": 1, "baseline": 0}  # the fastest first
 _TYPES: dict[torch.dtype | None, int] = {
     None: 0,
@@ -69,6 +69,7 @@ class _Arrays(ctypes.Structure):
         ("stream", ctypes.c_int32),
         ("streams_undo", ctypes.c_int32),
         ("log", ctypes.c_void_p),
+        ("codes", ctypes.c_void_p),
         ("ahead", ctypes.c_int64),
     )
 
@@ -96,6 +97,7 @@ class _Codes(ctypes.Structure):
     _fields_ = (
         ("codes", ctypes.c_void_p),
         ("maxima", ctypes.c_void_p),
+        ("last_maxima", ctypes.c_void_p),
         ("first_row", ctypes.c_int64),
         ("columns", ctypes.c_int64),
         ("matrix_rows", ctypes.c_int64),
@@ -125,6 +127,7 @@ class _Log(ctypes.Structure):
         ("slot_bytes", ctypes.c_int64),
         ("chunk", ctypes.c_int64),
         ("counters", ctypes.c_void_p),
+        ("sums", ctypes.c_void_p),
         ("step", ctypes.c_int64),
         ("bucket", ctypes.c_int64),
     )
@@ -223,8 +226,8 @@ class HostAdam:
             pieces, grad_scale: as for `run`. Callers must not touch the arrays before they have
                 waited for the ticket.
             touch: read and write the arrays in the same pattern but do no arithmetic, which leaves
-                garbage. For benchmarks with a 16-bit gradient, a 16-bit `out` or none; the torch
-                body does not support it.
+                garbage. For benchmarks with a 16-bit gradient, a 16-bit `out` or none, and no
+                codes; the torch body does not support it.
             log: of these pieces of one bucket, without a remainder and codes; the torch body does
                 not support it.
 
@@ -232,6 +235,8 @@ class HostAdam:
             As `run` does.
         """
         self._check(pieces)
+        if touch and any(piece.codes is not None for piece in pieces):
+            raise ValueError("Expected pieces without codes to touch, got some.")
 
         # A loss that is not finite reaches nearly every gradient: one element is a free check. What
         # can be undone may have been started before it was known.
@@ -480,6 +485,7 @@ def _described_codes(codes: PieceCodes | None) -> _Codes:
     return _Codes(
         codes.codes.data_ptr(),
         codes.maxima.data_ptr(),
+        codes.last_maxima.data_ptr(),
         codes.first_row,
         columns,
         quantizer.matrix_rows or rows,
@@ -495,6 +501,7 @@ def _described_log(log: RowLog) -> _Log:
         log.slots.stride(0),
         log.chunk,
         log.counters.data_ptr(),
+        log.sums.data_ptr(),
         log.step,
         log.bucket,
     )

@@ -3,6 +3,7 @@
 //   TARGET       the attribute that lets the compiler use the instruction set
 //   STREAM(d, s) copies a 64-byte line from aligned `s` to aligned `d` past the caches
 //   LANES        the floats of a vector register
+//   SIMD(f, a, b) the intrinsic f of integer vectors; not defined where there is none
 //   FMA(a, b, c) a * b + c, rounded once, of vectors
 //   SQRT(a)      square roots of a vector
 // defined. Functions of the standard library must not be called: the linker could take the copy made here for all.
@@ -148,6 +149,30 @@ INLINE void log_part(const Arrays& a, bool keeps_grad, int64_t* slot, int first,
   if (keeps_grad) log_array<G>(a.grad, first, TileLog::values(slot, 3), k);
 }
 
+template <Type T>
+INLINE Words bits_of(const void* from) {
+  if (T == kFp32) return read<Words>(from);
+  return __builtin_convertvector(read<Halves>(from), Words);
+}
+
+// A part of the sum of a chunk, by the bits of elements: see `chunk_sum` in kept_updates.py. Words may be scalars.
+template <class W>
+INLINE W sum_part(W weight, W exp_avg, W exp_avg_sq, W place) {
+  const W all = weight + (exp_avg << 1) + exp_avg + (exp_avg_sq << 2) + exp_avg_sq;
+  return (all ^ (all >> 15)) * ((place << 1) + 1u);
+}
+
+// The sum of a tile, from place `first` of its chunk on.
+template <Type W, Type M>
+INLINE Words sum_tile(const Arrays& a, int64_t first) {
+  Words place = read<Words>(kCount) + static_cast<uint32_t>(first), sum{};
+  for (int k = 0; k < kTile; k += LANES, place += LANES) {
+    const Words m = bits_of<M>(at<M>(a.exp_avg, k)), v = bits_of<M>(at<M>(a.exp_avg_sq, k));
+    sum += sum_part<Words>(bits_of<W>(at<W>(a.weight, k)), m, v, place);
+  }
+  return sum;
+}
+
 // One tile: 64 elements at the arrays' beginnings. Those of the next tile are kept if there is a slot for them.
 template <Type G, Type W, Type M, bool kLogs>
 INLINE void adam_tile(const Scalars& s, const Arrays& a, const TileLog& log) {
@@ -240,6 +265,7 @@ struct Padded {
     filled.out = out;
     filled.undo_weight = nullptr;
     filled.log = nullptr;
+    filled.codes = nullptr;
     filled.stream = false;
     return filled;
   }
@@ -250,25 +276,151 @@ struct Padded {
     __builtin_memcpy(to.exp_avg_sq, exp_avg_sq, numel * size_of(to.moment_type));
     if (to.weight_type == kSplit) __builtin_memcpy(to.remainder, remainder, numel * 2);
     if (to.out_type != kNone) __builtin_memcpy(to.out, out, numel * size_of(to.out_type));
-    if (to.log != nullptr) to.log->end(numel);
+    if (to.log == nullptr) return;
+    const auto bits = [](const unsigned char* array, int64_t k, Type type) {
+      uint32_t word = 0;
+      __builtin_memcpy(&word, array + k * size_of(type), size_of(type));
+      return word;
+    };
+    for (int64_t k = 0; k < numel; ++k) {
+      const uint32_t m = bits(exp_avg, k, to.moment_type), v = bits(exp_avg_sq, k, to.moment_type);
+      to.log->sum += sum_part(bits(weight, k, to.weight_type), m, v, static_cast<uint32_t>(to.log->start + k));
+    }
+    to.log->end(numel);
   }
 };
+
+// Absolute values rounded to bf16, if none is a NaN.
+INLINE Floats round_to_bf16(Words magnitude) {
+  return as<Floats>((magnitude + 0x7fffu + ((magnitude >> 16) & 1u)) & 0xffff0000u);
+}
+
+// The codes of e4m3 of absolute values up to 448, to nearest even: the upper half has an exponent, the lower one the
+// steps above it. Adding 2^23 steps lets the hardware round. Below 2^-6, steps do not become smaller.
+INLINE Words code_of(Floats value) {
+  const Signed exponent = as<Signed>(value) & 0x7f800000;
+  const Signed bounded = exponent > 0x3c800000 ? exponent : Signed{} + 0x3c800000;
+  return as<Words>(static_cast<Floats>(value + as<Floats>(static_cast<Signed>(bounded + 0x0a000000))));
+}
+
+// The same of values of any size. A NaN is the code above the largest one.
+INLINE Words bounded_code_of(Floats value) {
+  const Words bits = as<Words>(value), nan = is_nan(bits);
+  const Words bounded = as<Signed>(bits) > 0x43e00000 ? Words{} + 0x43e00000u : bits;
+  return (code_of(as<Floats>(bounded)) & ~nan) | (0x4680007fu & nan);
+}
+
+// Writes the codes of four vectors, and the signs that their weights have.
+INLINE void write_codes(const Words* code, const Words* weights, uint8_t* to) {
+#if defined(SIMD)
+  using Pairs = uint16_t __attribute__((vector_size(4 * LANES)));
+  Words pairs[2];
+  for (int k = 0; k < 2; ++k) {
+    // Sixteen times the steps and the exponent's upper half, of which 0x4680 is the least.
+    const Words ratio = Words{} + 0x00010010u;
+    const Words first = SIMD(madd_epi16, code[2 * k], ratio), second = SIMD(madd_epi16, code[2 * k + 1], ratio);
+    const Words both = SIMD(packs_epi32, first, second);
+    pairs[k] = as<Words>(static_cast<Pairs>((as<Pairs>(both) - 0x4680) >> 4));
+  }
+  const Words signs =
+      SIMD(packs_epi16, SIMD(packs_epi32, weights[0], weights[1]), SIMD(packs_epi32, weights[2], weights[3]));
+  const Words bytes = SIMD(packus_epi16, pairs[0], pairs[1]) | (signs & 0x80808080u);
+  // Each 128 bits have a part of all vectors.
+  Words order{};
+  for (int k = 0; k < LANES; ++k) order[k] = k % (LANES / 4) * 4 + k / (LANES / 4);
+  write(to, __builtin_shuffle(bytes, order));
+#else
+  using Bytes = uint8_t __attribute__((vector_size(LANES)));
+  for (int k = 0; k < 4; ++k) {
+    const Words bytes = (code[k] & 0xffu) + ((code[k] - 0x46800000u) >> 20) + (weights[k] >> 24 & 0x80u);
+    write(to + k * LANES, __builtin_convertvector(bytes, Bytes));
+  }
+#endif
+}
+
+INLINE void raise_largest(const float* weights, int32_t* largest) {
+  Signed lanes = read<Signed>(largest);
+  for (int k = 0; k < kGroup; k += LANES) {
+    // Words without the sign compare as signed ones.
+    const Signed magnitude = read<Signed>(weights + k) & 0x7fffffff;
+    lanes = magnitude > lanes ? magnitude : lanes;
+  }
+  write(largest, lanes);
+}
+
+// The maxima of one tile of 64 new weights, and 64 codes.
+template <bool kIsFinite>
+INLINE void code_tile(const float* weights, const RowCodes& row) {
+  if (row.largest != nullptr) {
+    for (int k = 0; k < kTile / kGroup; ++k) raise_largest(weights + k * kGroup, row.largest[k]);
+  }
+  if (row.codes == nullptr) return;
+  alignas(64) uint8_t codes[kTile];
+  for (int first = 0; first < kTile; first += 4 * LANES) {
+    Words words[4], code[4];
+    for (int k = 0; k < 4; ++k) {
+      const int place = first + k * LANES;
+      words[k] = read<Words>(weights + place - row.lag);
+      const Words magnitude = words[k] & 0x7fffffffu;
+      const float multiplier = row.multipliers[place / kGroup];
+      if (kIsFinite) code[k] = code_of(round_to_bf16(magnitude) * multiplier);
+      else code[k] = bounded_code_of(widen_bf16<Floats>(narrow_bf16(as<Floats>(magnitude))) * multiplier);
+    }
+    write_codes(code, words, codes + first);
+  }
+  if (reinterpret_cast<uintptr_t>(row.codes) % 64 == 0) STREAM(row.codes, codes);
+  else __builtin_memcpy(row.codes, codes, kTile);
+}
+
+// Those of fewer weights.
+template <bool kIsFinite>
+TARGET static void code_tail(const float* weights, int64_t numel, const RowCodes& row) {
+  alignas(64) float padded[2][kTile] = {};
+  alignas(64) uint8_t codes[kTile];
+  __builtin_memcpy(padded[1], weights, numel * 4);
+  if (row.codes != nullptr) __builtin_memcpy(padded[0], weights - row.lag, numel * 4);
+  code_tile<kIsFinite>(padded[1], {row.codes == nullptr ? nullptr : codes, row.multipliers, row.largest, kTile, 0});
+  if (row.codes != nullptr) __builtin_memcpy(row.codes, codes, numel);
+}
+
+template <Type G, Type W, Type M>
+INLINE void coded_tiles(const Scalars& s, Arrays a, int64_t numel, RowCodes row) {
+  a.out_type = kNone;
+  a.stream = false;
+  if (numel == 0) return;
+  for (int64_t done = 0; done < numel; done += kTile, a.advance(kTile)) {
+    a.ahead = kPrefetch + (numel - done > kPrefetch ? 0 : row.gap);
+    prefetch_tile<G, W, M>(a);
+    if (a.undo_weight != nullptr) keep_tile<W, M>(a);
+    adam_tile<G, W, M, false>(s, a, TileLog{});
+    // Not those of this tile, which are still being divided.
+    if (done != 0) {
+      code_tile<true>(static_cast<const float*>(a.weight) - kTile, row);
+      row.advance(kTile);
+    }
+  }
+  code_tile<true>(static_cast<const float*>(a.weight) - kTile, row);
+}
 
 template <Type G, Type W, Type M>
 INLINE void logged_tiles(const Scalars& s, Arrays a, int64_t numel, TileLog& shared) {
   if (numel == 0) return;
   TileLog log = shared;
   TileLog::invalidate(log.slot);
+  Words sum{};
   for (int k = 0; k < kTile; k += LANES) log_part<G, W, M>(a, log.keeps_grad, log.slot, 0, k);
   for (int64_t done = kTile; done < numel; done += kTile, a.advance(kTile)) {
     prefetch_tile<G, W, M>(a);
     log.commit(kTile);
     TileLog::invalidate(log.next);
     adam_tile<G, W, M, true>(s, a, log);
+    sum += sum_tile<W, M>(a, log.start);
     log.end(kTile);
   }
   log.commit(kTile);
   adam_tile<G, W, M, false>(s, a, log);
+  sum += sum_tile<W, M>(a, log.start);
+  for (int lane = 0; lane < LANES; ++lane) log.sum += sum[lane];
   log.end(kTile);
   shared = log;
 }
@@ -280,6 +432,7 @@ TARGET __attribute__((noinline)) static void whole_tiles(const Scalars& scalars,
   a.weight_type = W;
   a.moment_type = M;
   if (a.log != nullptr) return logged_tiles<G, W, M>(s, a, numel, *a.log);
+  if (W == kFp32 && a.codes != nullptr) return coded_tiles<G, W, M>(s, a, numel, *a.codes);
   for (int64_t done = 0; done < numel; done += kTile, a.advance(kTile)) {
     prefetch_tile<G, W, M>(a);
     if (a.undo_weight != nullptr) keep_tile<W, M>(a);
@@ -287,12 +440,12 @@ TARGET __attribute__((noinline)) static void whole_tiles(const Scalars& scalars,
   }
 }
 
-// Elements before the first cache line and behind the last whole tile go through a padded copy: every element sees the
-// same instructions.
+// Elements before the first cache line, unless groups with a scale begin with the first element, and behind the last
+// whole tile go through a padded copy: every element sees the same instructions.
 template <Type G, Type W, Type M>
 TARGET static void pass(const Scalars& s, Arrays a, int64_t numel) {
   Padded padded;
-  const int64_t head = elements_before_line(a, numel);
+  const int64_t head = a.codes != nullptr ? 0 : elements_before_line(a, numel);
   const int64_t body = (numel - head) / kTile * kTile;
   if (head != 0) {
     whole_tiles<G, W, M>(s, padded.fill(a, head), kTile);
@@ -307,6 +460,11 @@ TARGET static void pass(const Scalars& s, Arrays a, int64_t numel) {
   if (tail != 0) {
     whole_tiles<G, W, M>(s, padded.fill(a, tail), kTile);
     padded.empty(a, tail);
+    if (W == kFp32 && a.codes != nullptr) {
+      RowCodes row = *a.codes;
+      row.advance(body);
+      code_tail<true>(static_cast<const float*>(a.weight), tail, row);
+    }
   }
 }
 
@@ -378,45 +536,34 @@ TARGET static void touch(const Arrays& a, int64_t numel) {
   else touch_pass<kSplit, kBf16>(a, numel);
 }
 
-// Raises a maximum to the largest absolute value, rounded to bf16. NaN counts as infinity.
-TARGET static void raise_maximum(const float* __restrict weights, int64_t numel, float* __restrict maximum) {
-  // Words without the sign compare as signed ones.
-  Signed lanes{};
-  int64_t k = 0;
-  for (; k + LANES <= numel; k += LANES) {
-    const Signed magnitude = read<Signed>(weights + k) & 0x7fffffff;
-    lanes = magnitude > lanes ? magnitude : lanes;
+// Raises the maxima of tiles, rounded to bf16, to what was found of their groups. NaN counts as infinity.
+TARGET static void raise_maxima(const int32_t (*largest)[kMostLanes], int64_t numel, int64_t tile, float* maxima) {
+  const int64_t size = num_tiles(tile, kGroup);
+  for (int64_t first = 0, groups = num_tiles(numel, kGroup); first < groups; first += size, ++maxima) {
+    Signed lanes{};
+    for (int64_t group = first; group < groups && group < first + size; ++group) {
+      const Signed found = read<Signed>(largest[group]);
+      lanes = found > lanes ? found : lanes;
+    }
+    int32_t all = 0;
+    for (int lane = 0; lane < LANES; ++lane) all = lanes[lane] > all ? lanes[lane] : all;
+    // Rounding keeps the order.
+    const float bounded = as<float>(all > 0x7f800000 ? 0x7f800000 : all);
+    const float maximum = as<float>(narrow_bf16(splat(bounded))[0] << 16);
+    *maxima = maximum > *maxima ? maximum : *maxima;
   }
-  int32_t largest = as<int32_t>(*maximum);
-  for (; k < numel; ++k) {
-    const int32_t magnitude = as<int32_t>(weights[k]) & 0x7fffffff;
-    largest = magnitude > largest ? magnitude : largest;
-  }
-  for (int lane = 0; lane < LANES; ++lane) largest = lanes[lane] > largest ? lanes[lane] : largest;
-  // Rounding keeps the order, and 16 digits that are 0 stay so.
-  const float bounded = as<float>(largest > 0x7f800000 ? 0x7f800000 : largest);
-  *maximum = as<float>(narrow_bf16(splat(bounded))[0] << 16);
 }
 
-// The codes of e4m3 of weights that are rounded to bf16 and multiplied: to nearest even, at most 448. Adding 2^14 lets
-// the hardware round what will be subnormal.
-INLINE Words codes_of(Floats weights, float multiplier) {
-  const Words bits = as<Words>(static_cast<Floats>(widen_bf16<Floats>(narrow_bf16(weights)) * multiplier));
-  const Words magnitude = bits & 0x7fffffffu;
-  const Words bounded = as<Signed>(magnitude) > 0x43e00000 ? Words{} + 0x43e00000u : magnitude;
-  const Words normal = (bounded - 0x3c000000u + 0x7ffffu + ((bounded >> 20) & 1u)) >> 20;
-  const Words subnormal = as<Words>(static_cast<Floats>(as<Floats>(bounded) + 16384.0f)) - 0x46800000u;
-  const Words finite = as<Signed>(bounded) < 0x3c800000 ? subnormal : normal;
-  return (bits >> 24 & 0x80u) | finite | (is_nan(bits) & 1u);  // a NaN is the code above the largest one
+template <bool kIsFinite>
+INLINE void encode_row(const float* weights, int64_t numel, RowCodes row) {
+  for (; numel >= kTile; numel -= kTile, weights += kTile, row.advance(kTile)) code_tile<kIsFinite>(weights, row);
+  if (numel != 0) code_tail<kIsFinite>(weights, numel, row);
 }
 
-TARGET static void encode(const float* __restrict weights, int64_t numel, float multiplier, uint8_t* __restrict codes) {
-  using Bytes = uint8_t __attribute__((vector_size(LANES)));
-  int64_t k = 0;
-  for (; k + LANES <= numel; k += LANES) {
-    write(codes + k, __builtin_convertvector(codes_of(read<Floats>(weights + k), multiplier), Bytes));
-  }
-  for (; k < numel; ++k) codes[k] = static_cast<uint8_t>(codes_of(splat(weights[k]), multiplier)[0]);
+// Codes of weights again. If all maxima are finite, no value is above 448.
+TARGET static void encode(const float* weights, int64_t numel, const RowCodes& row, bool all_finite) {
+  if (all_finite) encode_row<true>(weights, numel, row);
+  else encode_row<false>(weights, numel, row);
 }
 
 template <Type T>
@@ -488,6 +635,7 @@ TARGET static void squares(const void* array, Type type, int64_t numel, double* 
 #undef TARGET
 #undef STREAM
 #undef LANES
+#undef SIMD
 #undef FMA
 #undef SQRT
 #undef INLINE

@@ -20,6 +20,8 @@ from megatron.core.dtypes import FLOAT_DTYPES, UNSCALED_STATE_DTYPES
 from megatron.core.low_precision.formats import E4M3
 from megatron.core.low_precision.scaling import ScaleKind, Scaling, WeightQuantizer
 
+GROUP_NUMEL = 32  # elements of a row of the narrowest tile; kGroup of host_adam.cpp
+
 
 class PieceCodes(NamedTuple):
     """Makes codes of new weights, rounded to bf16, that are some rows of a matrix or several.
@@ -28,6 +30,8 @@ class PieceCodes(NamedTuple):
         codes: e4m3, as many as the piece has elements.
         maxima: of the tiles of the whole weight, fp32. A pass writes those of tiles of which the
             piece has rows, over these rows.
+        last_maxima: those of the whole weight before this pass, or zeros; only read. A pass that
+            finds maxima with the same scales, if these are powers of two, is faster.
         quantizer: one that `is_supported`.
         first_row: number of the piece's first row in the whole weight.
         shape: of the whole weight.
@@ -35,17 +39,22 @@ class PieceCodes(NamedTuple):
 
     codes: torch.Tensor
     maxima: torch.Tensor
+    last_maxima: torch.Tensor
     quantizer: WeightQuantizer
     first_row: int
     shape: tuple[int, int]
 
     @staticmethod
     def is_supported(scaling: Scaling) -> bool:
-        """Whether a pass can make codes of this scaling: few rows share a scale."""
+        """Whether a pass can make codes of this scaling: few rows share a scale, and all columns
+        or a power of two.
+        """
         plain = Scaling(E4M3, scaling.tile, scaling.kind)
+        rows, columns = scaling.tile
         return (
             scaling == plain
-            and scaling.tile[0] is not None
+            and rows is not None
+            and (columns is None or (columns >= GROUP_NUMEL and columns.bit_count() == 1))
             and scaling.kind is not ScaleKind.TWO_LEVELS
         )
 
@@ -54,13 +63,14 @@ class PieceCodes(NamedTuple):
         rows, columns = self.shape
         end = self.first_row * columns + numel
         expected = (torch.float32, torch.Size(self.quantizer.maxima_shape(self.shape)))
-        got = (self.maxima.dtype, self.maxima.shape)
         if numel % max(1, columns) or not 0 <= self.first_row * columns <= end <= rows * columns:
             raise ValueError(
                 f"Expected rows of {self.shape} from {self.first_row} on, got {numel} weights."
             )
-        if got != expected or not self.maxima.is_contiguous():
-            raise ValueError(f"Expected contiguous maxima of {expected}, got {got}.")
+        for maxima in (self.maxima, self.last_maxima):
+            got = (maxima.dtype, maxima.shape)
+            if got != expected or not maxima.is_contiguous():
+                raise ValueError(f"Expected contiguous maxima of {expected}, got {got}.")
         if not self.is_supported(self.quantizer.scaling):
             raise ValueError(f"Expected a scale for a few rows each, got {self.quantizer}.")
 
@@ -218,6 +228,7 @@ class Piece(NamedTuple):
 
 
 ROW_NUMEL = 64  # elements of a row of `RowLog`; kTile of host_adam.cpp
+NOT_STARTED = -1
 
 
 class RowLog(NamedTuple):
@@ -225,13 +236,17 @@ class RowLog(NamedTuple):
     another process can finish the pieces of a bucket; see kept_updates.py.
 
     Attributes:
-        counters: int64: elements that are done of each chunk, of all pieces one after the other.
+        counters: int64: elements that are done of each chunk, of all pieces one after the other;
+            `NOT_STARTED` until the kernel starts it.
+        sums: int64, one for each chunk: the sum (see kept_updates.py) of the elements that the
+            kernel updates is added to it before the chunk's counter gets full.
         slots: two for each thread, of `ROW_NUMEL` elements; uint8: [slots, bytes].
         chunk: elements of a chunk.
         step, bucket: numbers that a slot has with its row.
     """
 
     counters: torch.Tensor
+    sums: torch.Tensor
     slots: torch.Tensor
     chunk: int
     step: int

@@ -14,6 +14,7 @@ from benchmarks.helpers.memory import peak_bytes
 from megatron.core import products
 from megatron.core.device import Device
 from megatron.core.distributed.config import DataParallelConfig
+from megatron.core.distributed.fsdp.parameter_group import group_of
 from megatron.core.layer_execution import use_low_precision
 from megatron.core.low_precision.config import LowPrecisionConfig
 from megatron.core.mesh import build_mesh
@@ -90,7 +91,7 @@ class Case:
     optimizer: dict[str, Any] = field(default_factory=dict)
     compute_dtype: str = "bf16"
     freeze: tuple[str, ...] = ()
-    fp8_recipe: str | None = None
+    recipe: str | None = None
 
     def on_host(self, fraction: float, **options: Any) -> Case:
         """With a fraction of the optimizer in host memory."""
@@ -112,17 +113,18 @@ class Case:
 
     @property
     def _low_precision(self) -> LowPrecisionConfig:
-        if self.fp8_recipe is None:
+        if self.recipe is None:
             return LowPrecisionConfig()
-        return LowPrecisionConfig(fp8_format="e4m3", fp8_recipe=self.fp8_recipe)
+        if self.recipe == "nvfp4":
+            return LowPrecisionConfig(fp4_format="e2m1")
+        return LowPrecisionConfig(fp8_format="e4m3", fp8_recipe=self.recipe)
 
     def build(self) -> nn.Module:
         # Of rows that no number of ranks divides, if they need not be divided.
         vocab_size = VOCAB + 3 if TP2.items() <= self.parallel.items() else VOCAB
         model = GPTModel(self.model, vocab_size)
         freeze(model, self.freeze, "--freeze")
-        gathers_codes = self.parallel.get("fp8_param_gather", False)
-        use_low_precision(model, self._low_precision, gathers_codes=gathers_codes)
+        use_low_precision(model, self._low_precision, DataParallelConfig(**self.parallel))
         return model
 
 
@@ -195,8 +197,12 @@ CHEAP = {
         0.5, overlap_cpu_optimizer_d2h_h2d=True, optimizer_early_update_gib=3e-5
     ),
     "codes, experts divided, half on the host": Case(
-        MIXTURE, {**EP2, **CODES}, freeze=("decoder.layers.0",), fp8_recipe="blockwise"
+        MIXTURE, {**EP2, **CODES}, freeze=("decoder.layers.0",), recipe="blockwise"
     ).on_host(0.5),
+    "codes scaled by histories": Case(MIXTURE, {**EP2, **CODES}, recipe="delayed"),
+    "codes of four bits, on the host": Case(
+        EVEN_MIXTURE, {**EP2, "fp4_param_gather": True}, recipe="nvfp4"
+    ).on_host(1.0),
 }
 WIDE = {
     "dense": Case(),
@@ -250,10 +256,10 @@ WIDE = {
     "HSDP": Case(parallel=HSDP).on_host(0.5),
     "HFSDP": Case(parallel=HFSDP).on_host(1.0),
     "HSDP with experts": Case(MIXTURE, HSDP).on_host(0.5),
-    "codes": Case(parallel=CODES, fp8_recipe="blockwise"),
-    "codes, ZeRO-1": Case(parallel={**ZERO1, **CODES}, fp8_recipe="mxfp8").on_host(1.0),
-    "codes, HFSDP": Case(parallel={**HFSDP, **CODES}, fp8_recipe="rowwise").on_host(0.5),
-    "codes, not sharded": Case(parallel={**NO_SHARD, **CODES}, fp8_recipe="tensorwise"),
+    "codes": Case(parallel=CODES, recipe="blockwise"),
+    "codes, ZeRO-1": Case(parallel={**ZERO1, **CODES}, recipe="mxfp8").on_host(1.0),
+    "codes, HFSDP": Case(parallel={**HFSDP, **CODES}, recipe="rowwise").on_host(0.5),
+    "codes, not sharded": Case(parallel={**NO_SHARD, **CODES}, recipe="tensorwise"),
 }
 
 
@@ -289,6 +295,34 @@ def test_a_plan_is_the_memory_of_a_model_that_is_not_sharded(fraction):
         offload = {"optimizer_cpu_offload": True, "optimizer_offload_fraction": fraction}
         case = replace(case, optimizer=offload)
     _check(case, 1)
+
+
+def _weights_before_they_are_codes(case: Case) -> tuple[int, int]:
+    """Bytes of new weights that the device has updated, planned and after a step."""
+    config, world_size = case.engine_config(), dist.get_world_size()
+    with torch.device("meta"):
+        model = case.build()
+    settings = state_settings(config, world_size, is_accelerator=False)
+    plan = plan_offload(model, config.optimizer, by_module=True)
+    planned = plan_memory(model, settings, plan, dist.get_rank())
+
+    engine = build_engine(config, Device("cpu"), build_mesh("cpu", world_size))
+    engine.initialize(case.build)
+    tokens = torch.arange(12).view(2, 6)
+    batch = {"tokens": tokens, "labels": tokens}
+    engine.train_batch([batch], lambda model, batch: model(**batch).mean())
+    groups = {id(group): group for own in engine.model.parameters() if (group := group_of(own))}
+    buffers = [group._rounded for group in groups.values() if group._rounded is not None]
+    return planned.rounded_nbytes, sum(buffer.local_buffer.nbytes for buffer in buffers)
+
+
+@pytest.mark.parametrize("share", [0.5, 1.0])
+def test_weights_that_the_device_updates_are_planned_until_they_are_codes(share: float) -> None:
+    case = Case(MIXTURE, CODES, fp8_recipe="blockwise").on_host(
+        1.0, overlap_cpu_optimizer_d2h_h2d=True, optimizer_update_on_device=share
+    )
+    for planned, found in run_ranks(2, _weights_before_they_are_codes, case):
+        assert planned == found > 0
 
 
 WIDER = TransformerConfig(

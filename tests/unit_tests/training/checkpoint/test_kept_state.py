@@ -11,9 +11,11 @@ import functools
 import itertools
 import json
 import os
+import random
 import signal
 import socket
 import tempfile
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -55,6 +57,7 @@ FLAGS = [
 KEPT = ["--keep-host-state"]
 NUM_BUCKETS = 2  # of the one layer and the rest
 PARTS = 8  # of all moments, each a test
+RANDOM_KILLS = 16  # of a test, at least
 
 
 class Moment(NamedTuple):
@@ -123,8 +126,11 @@ def _start(
     flags: Sequence[str],
     restart: int = 0,
     moment: Moment | None = None,
+    kill: Callable[[list[int]], None] = lambda _: None,
 ) -> list[list[str]] | None:
-    """Starts the ranks, of which the last is to be killed; None if it was."""
+    """Starts the ranks, of which the last is to be killed; None if one was. `kill` gets the process
+    ids of all.
+    """
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         port = found.getsockname()[1]
@@ -141,14 +147,16 @@ def _start(
         own = {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
         at = moment if rank == world_size - 1 else None
         children.append(Child(_rank, root, flags, own, at))
-    *others, last = children
-    if (answer := last.end()) != KILLED:
-        return [*(other.result() for other in others), answer]
-    for other in others:
-        os.kill(other.pid, signal.SIGKILL)
-        with suppress(DiedError):  # it may have missed its peer
-            other.end()
-    return None
+    kill([child.pid for child in children])
+    answers: list[Any] = []
+    for child in reversed(children):
+        if KILLED in answers:
+            os.kill(child.pid, signal.SIGKILL)
+            with suppress(DiedError):  # it may have missed its peer
+                child.end()
+        else:
+            answers.append(child.end())
+    return None if KILLED in answers else answers[::-1]
 
 
 # The iteration, and whether the state was kept, of each start after the first; losses and states.
@@ -206,6 +214,37 @@ def _killed(
     return _outcome(root, last)
 
 
+class RandomKills:
+    """Kills of the last rank or of all, after random times that are shorter than a whole start."""
+
+    def __init__(self, root: Path, world_size: int, flags: Sequence[str], seed: int) -> None:
+        begin = time.monotonic()
+        assert _start(root, world_size, [*KEPT, *flags]) is not None
+        self._seconds = time.monotonic() - begin
+        self._draw = random.Random(seed)
+
+    def __call__(self, pids: list[int]) -> None:
+        time.sleep(self._draw.uniform(0, self._seconds))
+        for pid in self._draw.choice((pids, pids[-1:])):
+            os.kill(pid, signal.SIGKILL)
+
+
+def _killed_at_random(
+    root: Path, world_size: int, flags: Sequence[str], seed: int
+) -> list[tuple[int, Outcome]]:
+    """Starts runs, and kills them until they have ended, which takes `RANDOM_KILLS` in all. Returns
+    the kills of each.
+    """
+    kill, found, left = RandomKills(root, world_size, flags, seed), [], RANDOM_KILLS
+    while left > 0:
+        own, restart = root.with_name(f"run {left}"), 0
+        while _start(own, world_size, [*KEPT, *flags], restart, kill=kill) is None:
+            restart += 1
+        found.append((restart, _outcome(own, world_size)))
+        left -= restart
+    return found
+
+
 class Scene:
     """An undisturbed run, and runs that are killed."""
 
@@ -239,6 +278,16 @@ class Scene:
         for name, value in self._expected.items():
             assert values[name] == value, name
         return starts
+
+    def starts_at_random(self, flags: Sequence[str], seed: int) -> list[list[tuple[int, bool]]]:
+        """The starts of runs that are killed at random moments, with the same end."""
+        own = [*self._flags, *flags, "--recover-retries", "1000"]
+        runs = self._nursery.run(_killed_at_random, self._folder(), self._world_size, own, seed)
+        for _, (_, values) in runs:
+            for name, value in self._expected.items():
+                assert values[name] == value, name
+        print(f"kills of each run: {[num_kills for num_kills, _ in runs]}")
+        return [starts for _, (starts, _) in runs]
 
     def _folder(self) -> Path:
         return Path(tempfile.mkdtemp(dir=self._home)) / "run"
@@ -302,6 +351,17 @@ def test_a_run_killed_in_every_operation_of_its_lanes_ends_with_equal_bits(
     scene = scene_of(world_size)
     for moment in scene.moments()[part::PARTS]:
         assert _is_within(scene.starts([moment])), moment
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("saves", [[], ["--save-interval", "1"]], ids=["end", "every"])
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("seed", [1, 2])
+def test_runs_killed_at_random_moments_of_every_start_end_with_equal_bits(
+    scene_of, world_size, saves, seed
+):
+    for starts in scene_of(world_size).starts_at_random(saves, seed):
+        assert _is_within(starts)
 
 
 @pytest.mark.wide
@@ -393,38 +453,11 @@ def test_ranks_killed_before_their_first_step_after_a_resize_begin_it_again(nurs
 
 def test_a_resize_that_was_killed_leaves_the_state_of_the_earlier_ranks(scene_of):
     def disturb() -> None:
-        _kill_after(EarlierRanks, "load", 1)
+        _kill_after(EarlierRanks, "finish", 1)
 
     scene = scene_of(2, *RESIZED)
     starts = scene.starts([IN_STEP_2, NEVER], disturb=disturb, world_sizes=(2, 1, 2))
     assert starts == [(2, True)]
-
-
-def _damage_a_rank() -> None:
-    def truncate() -> None:
-        keeper = Keeper(os.getppid(), 0, 1)
-        keeper.connect(starts=False)
-        rank = keeper.earlier[2][1]
-        os.ftruncate(rank.open("states 0", rank.files["states 0"]), 4096)
-
-    Child(truncate).result()
-
-
-def _fill_memory() -> None:
-    class Full:
-        @staticmethod
-        def read() -> HostLimits:
-            return HostLimits(1000, None)
-
-    kept_ranks.HostLimits = Full  # type: ignore[assignment, misc]
-
-
-@pytest.mark.parametrize("damage", [_damage_a_rank, _fill_memory])
-def test_a_resize_without_intact_ranks_or_memory_resumes_from_the_checkpoint(nursery, home, damage):
-    folder = Path(tempfile.mkdtemp(dir=home)) / "run"
-    flags = [*RESIZED, "--save-interval", "1"]
-    starts, _ = nursery.run(_killed, folder, (2, 1), [IN_STEP_2], flags, damage)
-    assert starts == [(1, False)]
 
 
 def test_a_step_that_was_decided_but_not_reported_is_reported_once(scene_of):
@@ -450,32 +483,80 @@ def _kill_keepers() -> None:
 
 def _damage_records() -> None:
     def overwrite() -> None:
-        descriptor = _opened("records 0")
+        descriptor = _opened("records 0", 0, 1)
         for place in range(0, os.fstat(descriptor).st_size, 1 << 26):
             os.pwrite(descriptor, b"\1" * 200, place)
 
     Child(overwrite).result()
 
 
-def _truncate_states() -> None:
+def _truncate_states(rank: int, world_size: int) -> None:
     def truncate() -> None:
-        os.ftruncate(_opened("states 0"), 4096)
+        os.ftruncate(_opened("states 0", rank, world_size), 4096)
 
     Child(truncate).result()
 
 
-def _opened(name: str) -> int:
-    keeper = Keeper(os.getppid(), 0, 1)
+def _opened(name: str, rank: int, world_size: int) -> int:
+    keeper = Keeper(os.getppid(), rank, world_size)
     keeper.connect(starts=False)
     return keeper.open(name, keeper.files[name])
 
 
-@pytest.mark.parametrize("damage", [_kill_keepers, _damage_records, _truncate_states])
-def test_without_an_intact_kept_state_a_run_resumes_from_its_checkpoint(scene_of, damage):
-    scene = scene_of(1)
+def _flip_bit(name: str, rank: int, world_size: int, place: int) -> None:
+    """`place`: number of the element, of 4 bytes; negative: from the end, where padding is."""
+
+    def flip() -> None:
+        descriptor = _opened(name, rank, world_size)
+        at = 4 * place % os.fstat(descriptor).st_size
+        (byte,) = os.pread(descriptor, 1, at)
+        os.pwrite(descriptor, bytes([byte ^ 1]), at)
+
+    Child(flip).result()
+
+
+@pytest.mark.parametrize(
+    ("damage", "world_size"),
+    [
+        (_kill_keepers, 1),
+        (_damage_records, 1),
+        (functools.partial(_truncate_states, 0, 1), 1),
+        (functools.partial(_flip_bit, "main weights 0", 0, 1, 0), 1),
+        (functools.partial(_flip_bit, "states 0", 0, 1, 0), 1),
+        (functools.partial(_flip_bit, "states 0", 1, 2, -100), 2),
+    ],
+)
+def test_without_an_intact_kept_state_a_run_resumes_from_its_checkpoint(
+    scene_of, damage, world_size
+):
+    scene = scene_of(world_size)
     last = [moment for moment in scene.moments() if moment.lane == "optimizer host"][-1]
     starts = scene.starts([last], ["--save-interval", "2"], between=damage)
     assert starts == [(2, False)]
+
+
+def _fill_memory() -> None:
+    class Full:
+        @staticmethod
+        def read() -> HostLimits:
+            return HostLimits(1000, None)
+
+    kept_ranks.HostLimits = Full  # type: ignore[assignment, misc]
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        functools.partial(_truncate_states, 1, 2),
+        functools.partial(_flip_bit, "main weights 0", 1, 2, 0),
+        _fill_memory,
+    ],
+)
+def test_a_resize_without_intact_ranks_or_memory_resumes_from_the_checkpoint(nursery, home, damage):
+    folder = Path(tempfile.mkdtemp(dir=home)) / "run"
+    flags = [*RESIZED, "--save-interval", "1"]
+    starts, _ = nursery.run(_killed, folder, (2, 1), [IN_STEP_2], flags, damage)
+    assert starts == [(1, False)]
 
 
 def test_without_a_keeper_a_run_goes_its_way(scene_of):

@@ -55,6 +55,18 @@ def on_host(fraction: float, **options: Any) -> OptimizerConfig:
     )
 
 
+def low_precision(recipe: str, fp8_format: str = "hybrid") -> LowPrecisionConfig:
+    """The settings of a recipe of either format."""
+    if recipe == "nvfp4":
+        return LowPrecisionConfig(fp4_format="e2m1")
+    return LowPrecisionConfig(fp8_format=fp8_format, fp8_recipe=recipe)
+
+
+def gathering(recipe: str, gathers_codes: bool = True) -> dict[str, bool]:
+    """The flag that gathers the weights of a recipe as codes."""
+    return {f"{'fp4' if recipe == 'nvfp4' else 'fp8'}_param_gather": gathers_codes}
+
+
 def engine_for(
     gathers_codes: bool,
     recipe: str = "blockwise",
@@ -64,10 +76,10 @@ def engine_for(
     config = EngineConfig(
         optimizer,
         LRScheduleConfig(lr=1e-2, lr_decay_style="constant"),
-        DataParallelConfig(fp8_param_gather=gathers_codes, **parallel),
+        DataParallelConfig(**gathering(recipe, gathers_codes), **parallel),
         train_iters=8,
         compute_dtype="bf16",
-        low_precision=LowPrecisionConfig(fp8_format="hybrid", fp8_recipe=recipe),
+        low_precision=low_precision(recipe),
     )
     options = {**SIZES, **(MIXTURE if "expert_model_parallel_size" in parallel else {})}
     own, world_size = rank_device(), dist.get_world_size()

@@ -23,8 +23,9 @@ from megatron.core.distributed.fsdp import (
 )
 from megatron.core.distributed.fsdp.parameter_group import FsdpParameterGroup
 from megatron.core.dtensors import local_tensor
+from megatron.core.low_precision.amax_history import AmaxHistory
 from megatron.core.low_precision.linear import linear
-from megatron.core.low_precision.recipes import recipe_named
+from megatron.core.low_precision.recipes import HistoryOptions, recipe_named
 from tests.helpers.ranks import on_ranks, rank_device, run_ranks
 from tests.unit_tests.core.distributed.fsdp.parity.helpers.shardings import (
     groups_of,
@@ -34,7 +35,7 @@ from tests.unit_tests.core.distributed.fsdp.parity.helpers.shardings import (
 FP32, BF16, E4M3 = torch.float32, torch.bfloat16, torch.float8_e4m3fn
 # Rows that neither blocks nor two or four ranks divide evenly: ranks share blocks.
 DIM, INNER = 136, 200
-RECIPES = ["blockwise", "tensorwise", "mxfp8"]
+RECIPES = ["blockwise", "tensorwise", "mxfp8", "nvfp4"]
 ON_TWO = ["no_shard", "optim", "optim_grads", "optim_grads_params"]
 
 
@@ -147,6 +148,17 @@ def test_only_trained_weights_that_all_their_layers_quantize_are_kept_as_codes()
 
 
 @on_ranks(2)
+def test_a_weight_that_layers_with_different_histories_share_is_not_kept_as_codes() -> None:
+    layers = nn.Sequential(*[Quantized(DIM, DIM, "delayed", bias=False) for _ in range(3)])
+    for layer in layers:
+        layer.amax_history = AmaxHistory(HistoryOptions(1, "most_recent"))
+    layers[1].weight = layers[0].weight
+    fully_shard(layers, mixed_precision_policy=policy(True))
+    (group,) = codes_of(layers)
+    assert group.names == ["2.weight"]
+
+
+@on_ranks(2)
 def test_a_weight_without_memory_reads_as_nan() -> None:
     model = sharded("optim_grads_params", "blockwise", gathers_codes=True)
     loss_of(model, 0).backward()
@@ -162,26 +174,25 @@ def test_a_weight_without_memory_reads_as_nan() -> None:
 
 
 @on_ranks(2)
-def test_weights_whose_codes_cannot_be_gathered_are_gathered_in_their_own_dtype() -> None:
-    for recipe in ("delayed", "nvfp4"):
-        layer = Layer(recipe)
-        fully_shard(layer, mixed_precision_policy=policy(True))
-        assert not codes_of(layer)
-        assert {group.dtype for group in groups_of([layer])} == {BF16}
+def test_weights_whose_rows_would_share_a_byte_are_gathered_in_their_own_dtype() -> None:
+    layers = nn.Sequential(Quantized(DIM, 7, "nvfp4"), Quantized(7, DIM, "nvfp4"))
+    fully_shard(layers, mixed_precision_policy=policy(True))
+    (group,) = codes_of(layers)
+    assert group.names == ["0.weight"]
+    assert group.model_weight.dtype == torch.uint8
 
 
 class Weights(nn.Sequential):
     """Nothing but weights that are kept as codes."""
 
-    def __init__(self) -> None:
-        super().__init__(*[Quantized(256, 256, "blockwise", bias=False) for _ in range(2)])
+    def __init__(self, recipe: str = "blockwise") -> None:
+        super().__init__(*[Quantized(256, 256, recipe, bias=False) for _ in range(2)])
 
 
-@on_ranks(2)
-def test_a_gather_after_an_update_sends_at_most_a_byte_and_4_percent_for_each_element() -> None:
+def _sends_few_bytes(recipe: str, per_byte: int) -> None:
     mesh, placements = mesh_and_placements("optim_grads_params")
     torch.manual_seed(3)
-    model = Weights()
+    model = Weights(recipe)
     fully_shard(model, mesh, placements, policy(True))
     (group,) = codes_of(model)
     sent = list[int]()
@@ -203,10 +214,15 @@ def test_a_gather_after_an_update_sends_at_most_a_byte_and_4_percent_for_each_el
 
     # Each rank sends its half of the elements.
     numel = sum(parameter.full.numel() for parameter in group.fsdp_parameters) // 2
-    assert sum(sent) == group.plan.gathered_nbytes == numel
+    assert per_byte * sum(sent) == per_byte * group.plan.gathered_nbytes == numel
     assert after_update == group.plan.gathered_nbytes + group.plan.maxima_nbytes
-    assert after_update <= 1.04 * numel
+    assert after_update <= (1 / per_byte + 0.04) * numel
     assert group.plan.maxima_nbytes > 0
+
+
+@pytest.mark.parametrize(("recipe", "per_byte"), [("blockwise", 1), ("nvfp4", 2)])
+def test_a_gather_after_an_update_sends_the_codes_and_4_percent(recipe: str, per_byte: int) -> None:
+    run_ranks(2, _sends_few_bytes, recipe, per_byte)
 
 
 @on_ranks(2)

@@ -109,6 +109,19 @@ def test_padding_stays_small(shapes, dp_size):
     )
 
 
+def test_a_packed_layout_has_the_rows_of_the_layout_in_half_of_the_elements():
+    layout = GlobalLayout.build([(2, 6), (4, 4), (6, 4)], 4, num_blocks=2)
+    packed = layout.packed(2)
+    assert packed.tensor_shapes == ((2, 3), (4, 2), (6, 2))
+    numel = layout.size // 4
+    for start in range(0, layout.size, numel):
+        whole = layout.chunks(FlatRange(start, numel))
+        halved = packed.chunks(FlatRange(start // 2, numel // 2))
+        assert halved == [chunk._replace(offset=chunk.offset // 2) for chunk in whole]
+    with pytest.raises(ValueError, match="3"):
+        packed.packed(2)
+
+
 @settings(max_examples=300, deadline=None)
 @given(shapes=SHAPES, mesh=meshes())
 def test_every_row_is_owned_exactly_once_by_each_set_of_ranks_that_cuts(shapes, mesh):

@@ -546,6 +546,7 @@ SHAPES = st.lists(
         weight_dtype=st.just(BF16),
         has_main=st.booleans(),
         main_numel=st.none(),
+        weight_numel=st.none(),
         is_watched=st.booleans(),
     ),
     max_size=6,

@@ -73,15 +73,19 @@ def pieces_of(
     ):
         own = slice(begin * shape[1], end * shape[1])
         # Values of an earlier pass, which must not be taken for maxima of this one.
-        maxima = torch.zeros(quantizer.maxima_shape(shape))
+        maxima, last_maxima = (torch.zeros(quantizer.maxima_shape(shape)) for _ in range(2))
         quantizer.add_maxima(torch.full((end - begin, shape[1]), 1e38), begin, maxima)
+        # Most tiles keep their scales, as they do in training.
+        quantizer.add_maxima(weight.bfloat16(), 0, last_maxima)
+        last_maxima.view(-1)[::5] = 0.0
+        last_maxima.view(-1)[1::7] = torch.inf
         pieces.append(
             Piece(
                 step,
                 grad[own].bfloat16(),
                 weight.view(-1)[own],
                 {"exp_avg": exp_avg[own], "exp_avg_sq": exp_avg_sq[own]},
-                codes=PieceCodes(codes[own], maxima, quantizer, begin, shape),
+                codes=PieceCodes(codes[own], maxima, last_maxima, quantizer, begin, shape),
             )
         )
     return pieces
@@ -181,6 +185,16 @@ def test_ranks_whose_rows_are_cut_anywhere_make_the_codes_of_the_whole_weight(
         expect_equal(found, by_torch(stepped, quantizer))
 
 
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("body", BODIES)
+def test_rows_that_are_longer_than_what_a_thread_takes_at_a_time_have_the_codes_of_torch(
+    kernels: dict[str, HostAdam], body: str, recipe: str
+) -> None:
+    weight, quantizer = random_weight(131, 4500, 20), quantizer_of(recipe)
+    found = by_pass(kernels[body], weight, quantizer, [40])
+    expect_equal(found, by_torch(weight, quantizer))
+
+
 def test_old_values_are_kept_while_codes_are_made(kernels: dict[str, HostAdam]) -> None:
     weight = random_weight(200, 300, 0)
     before = weight.clone()
@@ -202,6 +216,7 @@ def test_pieces_whose_codes_do_not_fit_are_refused(kernels: dict[str, HostAdam])
         codes._replace(codes=codes.codes.view(torch.uint8)),
         codes._replace(maxima=codes.maxima[:1]),
         codes._replace(maxima=codes.maxima.double()),
+        codes._replace(last_maxima=codes.last_maxima[:1]),
         codes._replace(first_row=1),
         codes._replace(shape=(250, 240)),
         codes._replace(quantizer=recipe_named("tensorwise").weight_quantizer()),
@@ -211,6 +226,8 @@ def test_pieces_whose_codes_do_not_fit_are_refused(kernels: dict[str, HostAdam])
         for run in (kernel.run, kernel.encode):
             with pytest.raises(ValueError, match=r"Expected .*, got"):
                 run([piece._replace(codes=codes)])
+    with pytest.raises(ValueError, match=r"Expected .*, got"):
+        kernel.submit([piece], touch=True)
     narrow = piece._replace(weight=piece.weight.bfloat16())
     for other, wrong_piece in ((kernel, narrow), (HostAdam(1, body="torch"), piece)):
         with pytest.raises(ValueError, match=r"Expected .*, got"):
