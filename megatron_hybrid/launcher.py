@@ -60,7 +60,7 @@ def main(argv: Sequence[str] | None = None, program: str = "launch") -> int:
         if not arguments.standalone or not variable:
             parser.error("--fallback-nproc-per-node needs --standalone and CUDA devices")
         agent = partial(_FallbackAgent, arguments.fallback_nproc_per_node, kind, variable)
-        api.LocalElasticAgent = agent  # type: ignore[attr-defined]
+        api.LocalElasticAgent = agent  # type: ignore[assignment, attr-defined]
     if "LOGLEVEL" not in os.environ:
         # The agent's warnings and its report would hide the messages of the ranks.
         logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
@@ -125,7 +125,7 @@ class _FallbackAgent(LocalElasticAgent):
 def _succeeds(process: subprocess.Popen[bytes], deadline: float) -> bool:
     with suppress(subprocess.TimeoutExpired):
         return process.wait(max(0, deadline - time.monotonic())) == 0
-    process.kill()  # nothing waits for it: a process that a device blocks does not end
+    process.kill()  # without a wait: a process that its device blocks may not end
     return False
 
 

@@ -70,7 +70,7 @@ class Driver:
         widens_as_it_reads: whether reductions to a wider dtype read narrow tensors as they are,
             without a copy.
         visible_devices: the environment variable with the devices that a process may use,
-            separated by commas; empty: there is none.
+            separated by commas; empty if no variable lists them.
     """
 
     collective_backend = ""

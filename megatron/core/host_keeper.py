@@ -3,8 +3,8 @@
 It creates memfds, hands them over a Unix socket, and maps none. It belongs to one launcher, the
 process that starts and restarts the ranks, and ends with it, however that ends. Its socket has an
 abstract name made of the launcher's identity: two jobs never share a keeper, and a job that has
-ended leaves no keeper. Files belong to a rank of so many ranks: a job that goes on with another
-number of ranks has new files, and reads the earlier ones until it drops them.
+ended leaves no keeper. Files belong to a rank and a number of ranks: a job that continues with
+another number of ranks has new files, and uses the earlier ones until it drops them.
 
 This file is also the keeper's program. It does not import the project, and starts in
 milliseconds.
@@ -48,8 +48,8 @@ class Keeper:
     Attributes:
         files: the sizes in bytes of the files that the rank had as this process connected, by name.
         died_at: when the rank's last process died, in seconds since 1970; None: there was none.
-        earlier: the ranks that have files of this machine, by rank, from when the job had another
-            number of ranks, by that number. They have ended; their files can only be read.
+        earlier: the ranks that have files on this machine from when the job had another number of
+            ranks, by that number and their rank. They have ended, and get no new files.
     """
 
     def __init__(self, launcher: int, rank: int, world_size: int) -> None:

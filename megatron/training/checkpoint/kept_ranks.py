@@ -4,12 +4,11 @@ when the job had another number of them, which another number of ranks continues
 
 from __future__ import annotations
 
-import io
 import json
 import logging
 import math
 import mmap
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -57,7 +56,7 @@ class KeptRank(Records):
     def write_built(
         self, identity: str, model: nn.Module, optimizer: HybridDeviceOptimizer
     ) -> None:
-        """Records the settings and what the files contain."""
+        """Records the settings and the contents of the files."""
         contents = _contents(model, optimizer)
         placed = [
             (entry.key, entry.saved_as.shape, entry.offsets, array)
@@ -73,7 +72,7 @@ class KeptRank(Records):
         self.write("built", 1, json.dumps(built).encode())
 
     def built(self) -> dict[str, Any]:
-        """What `write_built` recorded; empty if it did not."""
+        """The record of `write_built`; empty without one."""
         content = self.read("built").get(1)
         return {} if content is None else json.loads(content)
 
@@ -91,7 +90,7 @@ class KeptRank(Records):
         return max(self.read("decided"), default=0) if self.files else 0
 
     def can_finish(self, number: int) -> bool:
-        """Whether the rank has what it needs to finish a step that was decided."""
+        """Whether the rank has the records to finish a step that was decided."""
         return bool(self.files) and all(number in self.read(kind) for kind in ("landed", "ended"))
 
     def is_damaged(self, number: int, rank: int) -> bool:
@@ -240,19 +239,6 @@ class EarlierRanks:
                     key = f"optimizer.state.{name}.{STEP}"
                     self.tensors[key] = SavedTensor(key, now.dtype, (), ())
                     self._parts[key] = {Box.whole(()): now}
-
-
-def packed(content: Mapping[str, Any]) -> bytes:
-    """A record with tensors."""
-    stream = io.BytesIO()
-    torch.save(content, stream)
-    return stream.getvalue()
-
-
-def unpacked(content: bytes) -> dict[str, Any]:
-    """What `packed` got."""
-    found: dict[str, Any] = torch.load(io.BytesIO(content), weights_only=True)
-    return found
 
 
 def _contents(model: nn.Module, optimizer: HybridDeviceOptimizer) -> Contents:

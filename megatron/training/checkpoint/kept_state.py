@@ -8,8 +8,8 @@
 A step is recorded in the keeper's memory (host_keeper.py) as it proceeds:
 
     record    number   when                                     contents
-    built     1        once the model has been built            the settings' digest, and what the
-                                                                memory files contain
+    built     1        once the model has been built            the settings' digest, and the
+                                                                contents of the memory files
     ended     n        before the first step, and after each    the plain data of a checkpoint
     landed    n        all gradients are in host memory         random states, buffers, and which
                                                                 parameters have gradients
@@ -22,20 +22,21 @@ states, and the step is made anew.
 
 After a change of the number of ranks, the new ones have new files. They load the state of the
 earlier ranks (kept_ranks.py), whose files are dropped with the first step that the new ranks have
-decided: until then, a restart begins with the earlier files again.
+decided: until then, a restart loads from the earlier files again.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import hashlib
+import io
 import json
 import logging
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -49,14 +50,7 @@ from megatron.core.low_precision.amax_history import AmaxHistory
 from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDeviceOptimizer
 from megatron.core.optimizer.cpu_offloading.kept_updates import Landed
 from megatron.core.options import ConfigError
-from megatron.training.checkpoint.kept_ranks import (
-    KINDS,
-    SOURCE,
-    EarlierRanks,
-    KeptRank,
-    packed,
-    unpacked,
-)
+from megatron.training.checkpoint.kept_ranks import KINDS, SOURCE, EarlierRanks, KeptRank
 from megatron.training.checkpoint.load_extras import RunData
 from megatron.training.checkpoint.run_info import RecoverInfo
 from megatron.training.config import RunConfig
@@ -156,7 +150,7 @@ class KeptState:
             "rng": rng_state(self._device),
             "buffers": {name: own.cpu() for name, own in _buffers(self._own_engine.model)},
         }
-        self._rank.write("landed", self._coming, packed(content))
+        self._rank.write("landed", self._coming, _packed(content))
 
     def decided(self, result: StepResult, grad_divisor: float) -> None:
         optimizer = self._optimizer
@@ -170,7 +164,7 @@ class KeptState:
                 for group in optimizer.param_groups
             ],
         }
-        self._rank.write("decided", self._coming, packed(content))
+        self._rank.write("decided", self._coming, _packed(content))
         with suppress(KeeperError):
             self._keeper.forget_earlier()
         optimizer.number_step(self._coming)
@@ -212,12 +206,12 @@ class KeptState:
         engine, number, earlier = self._own_engine, self._number, self._earlier
         state, model, optimizer = engine.state, engine.model, self._optimizer
         ranks = [self._rank] if earlier is None else earlier.ranks
-        decided = unpacked(self._decided(ranks))
+        decided = _unpacked(self._decided(ranks))
         before = _info(ranks[0], number)
         RunData.of(self._config.checkpoint, self._config.schedule, state, before, SOURCE).install(
             state
         )
-        steps = [unpacked(rank.read("landed")[number]) for rank in ranks]
+        steps = [_unpacked(rank.read("landed")[number]) for rank in ranks]
         for name, buffer in _buffers(model):
             # Equal on all ranks, but for maxima, of which the end of the step takes the largest.
             buffer.copy_(torch.stack([step["buffers"][name] for step in steps]).amax(0))
@@ -263,8 +257,8 @@ class KeptState:
         self._rank.files = {}
 
     def _drop_the_rest(self) -> None:
-        """Drops all files but those to continue from; also the earlier ranks' if they are damaged,
-        or if the machine has no memory for a second state.
+        """Drops all files that the run does not continue from; also the earlier ranks' if they are
+        damaged, or if the machine has no memory for a second state.
         """
         if not self.memory.is_restored:
             self.memory.forget()
@@ -273,7 +267,7 @@ class KeptState:
         self._keeper.forget_earlier(but=0 if earlier is None else len(earlier.ranks))
         if earlier is None:
             return
-        self._least(True)  # all ranks have dropped theirs
+        self._least(True)  # wait until that memory is free
         has_room = self._least(earlier.fit())
         if not has_room and dist.get_rank() == 0:
             logger.warning(
@@ -356,6 +350,17 @@ def _is_plain(value: object) -> bool:
     return isinstance(value, (bool, int, float, str)) or (
         isinstance(value, tuple) and all(map(_is_plain, value))
     )
+
+
+def _packed(content: Mapping[str, Any]) -> bytes:
+    stream = io.BytesIO()
+    torch.save(content, stream)
+    return stream.getvalue()
+
+
+def _unpacked(content: bytes) -> dict[str, Any]:
+    found: dict[str, Any] = torch.load(io.BytesIO(content), weights_only=True)
+    return found
 
 
 def _milliseconds(seconds: float | None) -> int:

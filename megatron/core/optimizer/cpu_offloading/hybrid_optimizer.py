@@ -349,7 +349,7 @@ class HybridDeviceOptimizer(PlanningOptimizer):
         optimizer's states do not change.
 
         Args:
-            number, landed, grad_scale: see `finish_step`. The options are those of the groups.
+            number, landed, grad_scale: see `finish_step`. The groups have the options of the step.
             memory, files, buckets: of the earlier rank; all files, in the order of names.
         """
         self._sides.host_side.finish_earlier(

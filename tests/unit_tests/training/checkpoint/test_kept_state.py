@@ -384,7 +384,7 @@ IN_FIRST_STEP = Moment("optimizer host", 0, True)
 def _resized_through_checkpoints(
     root: Path, world_sizes: Sequence[int], ends: Sequence[int], flags: Sequence[str]
 ) -> Outcome:
-    """A run that saves and ends at some iterations, and goes on with other numbers of ranks."""
+    """A run that saves and ends at some iterations, and continues with other numbers of ranks."""
     for restart, (world_size, end) in enumerate(zip(world_sizes, ends, strict=True)):
         assert _start(root, world_size, [*flags, "--exit-interval", str(end)], restart) is not None
     return _outcome(root, world_sizes[-1])
