@@ -171,11 +171,13 @@ class KeptMemory:
         is_restored: whether an earlier process of this rank wrote the contents, which must not be
             initialized.
         sizes: the bytes of each file that was mapped, by name.
+        files: what `map_files` has mapped, by name.
     """
 
     def __init__(self, keeper: Keeper) -> None:
         self.is_restored = False
         self.sizes: dict[str, int] = {}
+        self.files: dict[str, mmap.mmap] = {}
         self._keeper = keeper
         self._numbers: Counter[str] = Counter()
         self._ranges: dict[str, range] = {}  # addresses of the last mapping of each file
@@ -204,11 +206,11 @@ class KeptMemory:
                 return number, address - addresses.start
         return None
 
-    def files(self, sizes: dict[str, int]) -> dict[str, mmap.mmap]:
-        """The rank's files by name. KeeperError unless they have these sizes."""
+    def map_files(self, sizes: dict[str, int]) -> None:
+        """Maps all files of an earlier process. KeeperError unless they have these sizes."""
         if self._keeper.files != sizes:
             raise KeeperError(f"The kept memory is {self._keeper.files} instead of {sizes}.")
-        return {name: self._map(name, sizes[name]) for name in sorted(sizes)}
+        self.files = {name: self._map(name, sizes[name]) for name in sorted(sizes)}
 
     def forget(self) -> None:
         """Drops all files. Files that are mapped later are new ones."""

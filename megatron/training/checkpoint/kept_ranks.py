@@ -7,7 +7,6 @@ from __future__ import annotations
 import json
 import logging
 import math
-import mmap
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -44,13 +43,11 @@ class KeptRank(Records):
     Attributes:
         keeper: the rank's.
         memory: its memory, in which the records are.
-        files: the files that an earlier process had, by name, once `map_files` has found them.
     """
 
     def __init__(self, keeper: Keeper) -> None:
         self.keeper = keeper
         self.memory = KeptMemory(keeper)
-        self.files: dict[str, mmap.mmap] = {}
         super().__init__(self.memory, KINDS)
 
     def write_built(
@@ -82,20 +79,21 @@ class KeptRank(Records):
         """
         built = self.built()
         if built.get("identity") == identity:
-            self.files = self.memory.files(built["sizes"])
-        return bool(self.files)
+            self.memory.map_files(built["sizes"])
+        return bool(self.memory.files)
 
     def last_decided(self) -> int:
         """The number of the last step that the rank has decided; 0 without any."""
-        return max(self.read("decided"), default=0) if self.files else 0
+        return max(self.read("decided"), default=0) if self.memory.files else 0
 
     def can_finish(self, number: int) -> bool:
         """Whether the rank has the records to finish a step that was decided."""
-        return bool(self.files) and all(number in self.read(kind) for kind in ("landed", "ended"))
+        kinds = ("landed", "ended")
+        return bool(self.memory.files) and all(number in self.read(kind) for kind in kinds)
 
     def is_damaged(self, number: int, rank: int) -> bool:
         """Whether weights and states are not as a step left them; warns if so."""
-        damage = find_damage(self.files, number)
+        damage = find_damage(self.memory.files, number)
         if damage:
             logger.warning("the kept host state of rank %d is damaged: %s", rank, damage)
         return bool(damage)
@@ -189,15 +187,8 @@ class EarlierRanks:
         grad_scale: float,
     ) -> None:
         for number in self._share():
-            rank = self.ranks[number]
-            optimizer.finish_earlier(
-                self.number,
-                rank.memory,
-                list(rank.files.values()),
-                _buckets(rank),
-                landed[number],
-                grad_scale,
-            )
+            rank, own = self.ranks[number], landed[number]
+            optimizer.finish_earlier(self.number, rank.memory, _buckets(rank), own, grad_scale)
 
     def _load(
         self,
@@ -214,9 +205,8 @@ class EarlierRanks:
     def _add_parts(self) -> None:
         """Adds the tensors of which each rank has some boxes."""
         for rank in self.ranks:
-            files = list(rank.files.values())
             for key, shape, offsets, array in rank.built()["tensors"]:
-                part = KeptArray(*array).tensor(files)
+                part = KeptArray(*array).tensor(rank.memory)
                 self.tensors[key] = SavedTensor(key, part.dtype, tuple(shape), ())
                 # Ranks may have the same box.
                 self._parts.setdefault(key, {})[Box(tuple(offsets), tuple(part.shape))] = part

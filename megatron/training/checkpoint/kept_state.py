@@ -254,7 +254,7 @@ class KeptState:
             self._earlier, number = earlier, found >> 32
         self._number, self.is_found = number, number > 0
         self.memory.is_restored = self.is_found and self._earlier is None
-        self._rank.files = {}
+        self.memory.files = {}
 
     def _drop_the_rest(self) -> None:
         """Drops all files that the run does not continue from; also the earlier ranks' if they are

@@ -192,13 +192,14 @@ def _refusals() -> None:
             first.map("states", nbytes)
         assert first.sizes == sizes
         memory = _memory(pid)
-        assert list(memory.files(sizes)) == ["states 0", "states 1"]
+        memory.map_files(sizes)
+        assert list(memory.files) == ["states 0", "states 1"]
         with pytest.raises(KeeperError, match="5001"):
-            memory.files({**sizes, "states 1": 5001})
+            memory.map_files({**sizes, "states 1": 5001})
         descriptor = memory._keeper.open("states 1", 5000)
         os.ftruncate(descriptor, 4000)
         with pytest.raises(KeeperError, match="4000"):
-            memory.files(sizes)
+            memory.map_files(sizes)
         with pytest.raises(KeeperError, match="1048576"):
             memory.map("states", 1 << 21)
         memory.forget()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import mmap
 import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -388,7 +387,6 @@ class HostSide:
         self,
         number: int,
         memory: KeptMemory,
-        files: Sequence[mmap.mmap],
         buckets: Sequence[KeptBucket],
         landed: Sequence[Landed],
         groups: Sequence[Options],
@@ -401,7 +399,7 @@ class HostSide:
         kept = KeptUpdates(memory, self._device, buckets)
         kept.step = number
         pieces = {
-            place: bucket.pieces(rule, files, own.counts, own.stepped, groups)
+            place: bucket.pieces(rule, memory, own.counts, own.stepped, groups)
             for place, (bucket, own) in enumerate(zip(buckets, landed, strict=True))
             if own.stepped
         }

@@ -12,7 +12,6 @@ device side give the same bits, so where a group lives never changes a run.
 
 from __future__ import annotations
 
-import mmap
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -340,7 +339,6 @@ class HybridDeviceOptimizer(PlanningOptimizer):
         self,
         number: int,
         memory: KeptMemory,
-        files: Sequence[mmap.mmap],
         buckets: Sequence[KeptBucket],
         landed: Sequence[Landed],
         grad_scale: float,
@@ -350,10 +348,10 @@ class HybridDeviceOptimizer(PlanningOptimizer):
 
         Args:
             number, landed, grad_scale: see `finish_step`. The groups have the options of the step.
-            memory, files, buckets: of the earlier rank; all files, in the order of names.
+            memory, buckets: of the earlier rank, with all files mapped.
         """
         self._sides.host_side.finish_earlier(
-            number, memory, files, buckets, landed, self.param_groups, grad_scale
+            number, memory, buckets, landed, self.param_groups, grad_scale
         )
 
     def expect_grad_scale(self, grad_scale: float) -> None:

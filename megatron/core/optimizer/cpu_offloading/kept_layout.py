@@ -6,7 +6,6 @@ After a change of the number of ranks, new ranks finish the updates of earlier o
 from __future__ import annotations
 
 import math
-import mmap
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -37,10 +36,11 @@ class KeptArray(NamedTuple):
         dtype = str(tensor.dtype).removeprefix("torch.")
         return None if found is None else cls(*found, tensor.shape, dtype)
 
-    def tensor(self, files: Sequence[mmap.mmap]) -> torch.Tensor:
-        """The array in these files, in the order of names."""
+    def tensor(self, memory: KeptMemory) -> torch.Tensor:
+        """The array in the files of an earlier process."""
         dtype, numel = getattr(torch, self.dtype), math.prod(self.shape)
-        flat = torch.frombuffer(files[self.file], dtype=dtype, count=numel, offset=self.offset)
+        file = memory.files[sorted(memory.files)[self.file]]
+        flat = torch.frombuffer(file, dtype=dtype, count=numel, offset=self.offset)
         return flat.view(self.shape)
 
 
@@ -78,7 +78,7 @@ class KeptBucket(NamedTuple):
     def pieces(
         self,
         rule: UpdateRule,
-        files: Sequence[mmap.mmap],
+        memory: KeptMemory,
         counts: Sequence[int],
         stepped: Sequence[int],
         groups: Sequence[Mapping[str, Any]],
@@ -86,10 +86,11 @@ class KeptBucket(NamedTuple):
         """The pieces of a step, as `RuleExecutor.prepare` planned them.
 
         Args:
+            memory: of the earlier process.
             counts, stepped: see `Landed`.
             groups: the options of the param groups in the step.
         """
-        arrays = {name: array.tensor(files) for name, array in self.arrays.items()}
+        arrays = {name: array.tensor(memory) for name, array in self.arrays.items()}
         found = []
         for index in stepped:
             slot = self.slots[index]

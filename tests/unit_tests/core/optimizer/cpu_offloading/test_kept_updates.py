@@ -320,7 +320,8 @@ def _damaged(pid: int, places: Sequence[tuple[str, int]]) -> list[int]:
     turn, and at last without.
     """
     memory = _memory(pid)
-    files = memory.files(memory._keeper.files)
+    memory.map_files(memory._keeper.files)
+    files = memory.files
     found = []
     for name, byte in places:
         files[name][byte] ^= 0x10
@@ -437,7 +438,8 @@ def test_a_bucket_of_which_a_rank_has_no_elements_has_no_sums(nursery):
 def _with_other_numbers(pid: int) -> list[bool]:
     """Whether another value of each of the bucket's numbers is noticed."""
     memory = _memory(pid)
-    files = memory.files(memory._keeper.files)
+    memory.map_files(memory._keeper.files)
+    files = memory.files
     numbers = torch.frombuffer(files["progress 0"], dtype=torch.int64)
     found = []
     for place, before in enumerate(numbers.tolist()):
