@@ -318,7 +318,7 @@ def _weights_before_they_are_codes(case: Case) -> tuple[int, int]:
 
 @pytest.mark.parametrize("share", [0.5, 1.0])
 def test_weights_that_the_device_updates_are_planned_until_they_are_codes(share: float) -> None:
-    case = Case(MIXTURE, CODES, fp8_recipe="blockwise").on_host(
+    case = Case(MIXTURE, CODES, recipe="blockwise").on_host(
         1.0, overlap_cpu_optimizer_d2h_h2d=True, optimizer_update_on_device=share
     )
     for planned, found in run_ranks(2, _weights_before_they_are_codes, case):
