@@ -124,7 +124,8 @@ class Case:
         vocab_size = VOCAB + 3 if TP2.items() <= self.parallel.items() else VOCAB
         model = GPTModel(self.model, vocab_size)
         freeze(model, self.freeze, "--freeze")
-        use_low_precision(model, self._low_precision, DataParallelConfig(**self.parallel))
+        parallel = DataParallelConfig(**self.parallel)
+        use_low_precision(model, self._low_precision, gathers_codes=parallel.gathers_codes)
         return model
 
 
