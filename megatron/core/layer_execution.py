@@ -11,7 +11,6 @@ from megatron.core.activation_offload import ActivationOffload
 from megatron.core.compiled_layers import check_compiler, compile_layers
 from megatron.core.config import ExecutionConfig
 from megatron.core.device import Device
-from megatron.core.distributed.config import DataParallelConfig
 from megatron.core.host_memory import HostNeed
 from megatron.core.low_precision.amax_history import AmaxHistory
 from megatron.core.low_precision.config import LowPrecisionConfig
@@ -88,18 +87,16 @@ def recipe_of(config: LowPrecisionConfig) -> Recipe | None:
     )
 
 
-def use_low_precision(
-    model: nn.Module, config: LowPrecisionConfig, parallel: DataParallelConfig
-) -> None:
+def use_low_precision(model: nn.Module, config: LowPrecisionConfig, *, gathers_codes: bool) -> None:
     """Has a model that is not sharded yet compute by the recipe that the flags describe, if any.
 
     Args:
-        parallel: how FSDP will gather weights: as codes, they serve both directions.
+        gathers_codes: whether FSDP will gather weights as codes, which serve both directions.
     """
     recipe = recipe_of(config)
     if recipe is None:
         return
-    recipe = recipe.with_one_plane() if parallel.gathers_codes else recipe
+    recipe = recipe.with_one_plane() if gathers_codes else recipe
     use_recipe(model, recipe, *config.num_bf16_layers)
 
 

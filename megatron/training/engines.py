@@ -158,7 +158,9 @@ class ModuleEngine:
             with torch.device("meta"):
                 model = model()
 
-        use_low_precision(model, self.config.low_precision, self.config.parallel)
+        use_low_precision(
+            model, self.config.low_precision, gathers_codes=self.config.parallel.gathers_codes
+        )
         self._histories = [own for own in model.modules() if isinstance(own, AmaxHistory)]
         num_parameters = sum(parameter.numel() for parameter in model.parameters())
         config = with_known_fraction(self.config, model, self.device, self.mesh)

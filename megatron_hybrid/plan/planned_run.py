@@ -193,7 +193,7 @@ def _model_on_meta(config: RunConfig) -> GPTModel:
     with torch.device("meta"):
         model = GPTModel(config.model, vocab_size)
     freeze(model, split_names(config.training.freeze or ()), "--freeze")
-    use_low_precision(model, config.low_precision, config.parallel)
+    use_low_precision(model, config.low_precision, gathers_codes=config.parallel.gathers_codes)
     return model
 
 

@@ -124,7 +124,8 @@ class Case:
         vocab_size = VOCAB + 3 if TP2.items() <= self.parallel.items() else VOCAB
         model = GPTModel(self.model, vocab_size)
         freeze(model, self.freeze, "--freeze")
-        use_low_precision(model, self._low_precision, DataParallelConfig(**self.parallel))
+        parallel = DataParallelConfig(**self.parallel)
+        use_low_precision(model, self._low_precision, gathers_codes=parallel.gathers_codes)
         return model
 
 
@@ -318,7 +319,7 @@ def _weights_before_they_are_codes(case: Case) -> tuple[int, int]:
 
 @pytest.mark.parametrize("share", [0.5, 1.0])
 def test_weights_that_the_device_updates_are_planned_until_they_are_codes(share: float) -> None:
-    case = Case(MIXTURE, CODES, fp8_recipe="blockwise").on_host(
+    case = Case(MIXTURE, CODES, recipe="blockwise").on_host(
         1.0, overlap_cpu_optimizer_d2h_h2d=True, optimizer_update_on_device=share
     )
     for planned, found in run_ranks(2, _weights_before_they_are_codes, case):
