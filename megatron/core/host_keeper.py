@@ -180,7 +180,7 @@ class KeptMemory:
         self.files: dict[str, mmap.mmap] = {}
         self._keeper = keeper
         self._numbers: Counter[str] = Counter()
-        self._ranges: dict[str, range] = {}  # addresses of the last mapping of each file
+        self._ranges: dict[str, range] = {}  # addresses of the mapping of each file
 
     def map(self, purpose: str, nbytes: int) -> mmap.mmap:
         """Maps a file, zero at first. Files of one purpose are mapped in the same order each time.
@@ -194,7 +194,9 @@ class KeptMemory:
         name = f"{purpose} {self._numbers[purpose]}"
         self._numbers[purpose] += 1
         self.sizes[name] = nbytes
-        return self._map(name, nbytes)
+        mapping = self._map(name, nbytes)
+        self._ranges[name] = _addresses(mapping)
+        return mapping
 
     def place_of(self, address: int) -> tuple[int, int] | None:
         """The file with this address, as its number in the order of names, and the byte there; None
@@ -211,6 +213,9 @@ class KeptMemory:
         if self._keeper.files != sizes:
             raise KeeperError(f"The kept memory is {self._keeper.files} instead of {sizes}.")
         self.files = {name: self._map(name, sizes[name]) for name in sorted(sizes)}
+        for name, mapping in self.files.items():
+            # Mappings of `map` outlive these, whose addresses may be used again.
+            self._ranges.setdefault(name, _addresses(mapping))
 
     def forget(self) -> None:
         """Drops all files. Files that are mapped later are new ones."""
@@ -227,12 +232,14 @@ class KeptMemory:
             found = os.fstat(descriptor).st_size
             if found != nbytes:
                 raise KeeperError(f"The kept memory {name} has {found} bytes instead of {nbytes}.")
-            mapping = mmap.mmap(descriptor, nbytes, mmap.MAP_SHARED)
+            return mmap.mmap(descriptor, nbytes, mmap.MAP_SHARED)
         finally:
             os.close(descriptor)
-        begin = ctypes.addressof(ctypes.c_char.from_buffer(mapping))
-        self._ranges[name] = range(begin, begin + nbytes)
-        return mapping
+
+
+def _addresses(mapping: mmap.mmap) -> range:
+    begin = ctypes.addressof(ctypes.c_char.from_buffer(mapping))
+    return range(begin, begin + len(mapping))
 
 
 class Records:

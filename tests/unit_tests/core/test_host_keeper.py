@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import mmap
 import os
 import resource
 import signal
@@ -182,6 +184,27 @@ def _other_numbers() -> None:
 
 def test_ranks_read_the_memory_of_another_number_of_ranks_that_have_ended(nursery):
     nursery.run(_other_numbers)
+
+
+def _address(mapping: mmap.mmap) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(mapping))
+
+
+def _places() -> None:
+    with launcher() as pid:
+        for purpose in ("gradients", "states"):
+            _memory(pid).map(purpose, 1 << 20)
+        memory = _memory(pid)
+        states = memory.map("states", 1 << 20)
+        memory.map_files({"gradients 0": 1 << 20, "states 0": 1 << 20})
+        assert memory.place_of(_address(memory.files["gradients 0"]) + 5) == (0, 5)
+        assert memory.place_of(_address(states) + 6) == (1, 6)
+        # This mapping ends before the other one.
+        assert memory.place_of(_address(memory.files["states 0"])) is None
+
+
+def test_an_address_is_found_in_the_mapping_of_a_file_that_stays(nursery):
+    nursery.run(_places)
 
 
 def _refusals() -> None:
