@@ -108,9 +108,7 @@ def cost(metrics: Path) -> dict[str, float]:
     """A step's median time in ms and the host memory's peak in MiB, before the checkpoint."""
     records = [json.loads(line) for line in metrics.read_text().splitlines()]
     chosen = [
-        one
-        for one in records[:SAVED]
-        if one["kind"] == "train" and WARM_UP < one["iteration"] <= SAVED
+        one for one in records if one["kind"] == "train" and WARM_UP < one["iteration"] <= SAVED
     ]
     return {
         STEP: statistics.median(one["elapsed_ms"] for one in chosen),

@@ -124,12 +124,15 @@ class KeptUpdates:
         """Makes room for the sums of the step. The sums before it are there afterwards."""
         done = int(progress.head[_DONE])
         old = progress.side_of(done)
-        layout = progress.layout_of(pieces, self._memory)
-        if not torch.equal(progress.layouts[old], layout):
-            # The first step, or one with other parameters.
-            old = 1 - old
-            with ThreadPoolExecutor(default_num_threads()) as pool:
-                progress.fill(old, layout, list(pool.map(_sum_of, _chunks(pieces))), done)
+        layout = progress.layouts[old]
+        arrays = [(piece.weight.data_ptr(), piece.numel) for piece in pieces]
+        if arrays != progress.arrays:
+            progress.arrays, layout = arrays, progress.layout_of(pieces, self._memory)
+            if not torch.equal(progress.layouts[old], layout):
+                # The first step, or one with other parameters.
+                old = 1 - old
+                with ThreadPoolExecutor(default_num_threads()) as pool:
+                    progress.fill(old, layout, list(pool.map(_sum_of, _chunks(pieces))), done)
         progress.fill(1 - old, layout, [], self.step)
 
     def _carry_on(
@@ -185,6 +188,8 @@ class _Progress:
             piece, and the bytes of an element; then, from there, the first elements of all chunks,
             and their lengths. Zeros mark a missing array or chunk.
         sums: of each side and chunk.
+        arrays: addresses and lengths of the weights that both layouts are of, once this process has
+            written them.
     """
 
     def __init__(self, numbers: torch.Tensor) -> None:
@@ -193,6 +198,7 @@ class _Progress:
         parts = numbers.split([_HEAD, count, 2, 2 * (9 + 2 * count), 2 * count])
         self.head, self.counters, self.steps = parts[:3]
         self.layouts, self.sums = parts[3].view(2, -1), parts[4].view(2, -1)
+        self.arrays: list[tuple[int, int]] | None = None
 
     @staticmethod
     def size(num_chunks: int) -> int:
