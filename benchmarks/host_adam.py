@@ -31,7 +31,7 @@ from megatron.core.optimizer.cpu_offloading.kept_updates import CHUNK_NUMEL, slo
 from megatron.core.optimizer.kernels import torch_adam
 from megatron.core.optimizer.kernels.adam import AdamStep
 from megatron.core.optimizer.kernels.host_adam import HostAdam
-from megatron.core.optimizer.kernels.piece import ROW_NUMEL, Piece, RowLog
+from megatron.core.optimizer.kernels.piece import COUNTER_STRIDE, ROW_NUMEL, Piece, RowLog
 from megatron_hybrid.plan.measure import host_array
 
 try:
@@ -138,7 +138,9 @@ def kernel_sides(kernel: HostAdam, arrays: Arrays) -> dict[str, Side]:
 
 def logged_side(kernel: HostAdam, piece: Piece, num_threads: int) -> Side:
     """The pass with a log of old values."""
-    counters, sums = torch.zeros(2, -(-piece.numel // CHUNK_NUMEL), dtype=torch.int64)
+    count = -(-piece.numel // CHUNK_NUMEL)
+    counters = torch.zeros(count, COUNTER_STRIDE, dtype=torch.int64)[:, 0]
+    sums = torch.zeros(count, dtype=torch.int64)
     slots = torch.zeros(2 * num_threads, slot_bytes(ROW_NUMEL), dtype=torch.uint8)
     log = RowLog(counters, sums, slots, CHUNK_NUMEL, step=1, bucket=0)
 

@@ -38,7 +38,14 @@ from megatron.core.host_memory import HostSlab
 from megatron.core.optimizer.cpu_offloading.bucket import Bucket
 from megatron.core.optimizer.cpu_offloading.kept_layout import KeptBucket
 from megatron.core.optimizer.kernels.host_adam import default_num_threads
-from megatron.core.optimizer.kernels.piece import NOT_STARTED, ROW_NUMEL, HostKernel, Piece, RowLog
+from megatron.core.optimizer.kernels.piece import (
+    COUNTER_STRIDE,
+    NOT_STARTED,
+    ROW_NUMEL,
+    HostKernel,
+    Piece,
+    RowLog,
+)
 
 CHUNK_NUMEL = 1 << 16
 _NUM_SLOTS = 1 << 10  # of kernels' threads, two for each; untouched ones take no memory
@@ -195,14 +202,15 @@ class _Progress:
     def __init__(self, numbers: torch.Tensor) -> None:
         """`numbers`: of `size`, of which the first is set."""
         count = int(numbers[_CHUNKS])
-        parts = numbers.split([_HEAD, count, 2, 2 * (9 + 2 * count), 2 * count])
-        self.head, self.counters, self.steps = parts[:3]
-        self.layouts, self.sums = parts[3].view(2, -1), parts[4].view(2, -1)
+        sizes = [_HEAD, COUNTER_STRIDE * count, 2, 2 * (9 + 2 * count), 2 * count]
+        self.head, counters, self.steps, layouts, sums = numbers.split(sizes)
+        self.counters = counters.view(count, COUNTER_STRIDE)[:, 0]
+        self.layouts, self.sums = layouts.view(2, -1), sums.view(2, -1)
         self.arrays: list[tuple[int, int]] | None = None
 
     @staticmethod
     def size(num_chunks: int) -> int:
-        return _HEAD + 2 + 2 * 9 + 7 * num_chunks
+        return _HEAD + 2 + 2 * 9 + (COUNTER_STRIDE + 6) * num_chunks
 
     def is_updating(self, step: int) -> bool:
         return bool(self.head[_STARTED] == step and self.head[_DONE] != step)

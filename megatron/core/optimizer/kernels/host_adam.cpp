@@ -94,7 +94,7 @@ struct HostAdamPiece {
   Arrays arrays;
   Scalars scalars;
   int64_t numel;
-  int64_t* counters;  // with a log: elements that are done of each of the piece's chunks
+  int64_t first_chunk;  // with a log: the number of the piece's first chunk in the bucket
   Codes codes;
 };
 
@@ -103,8 +103,9 @@ struct HostAdamLog {
   char* slots;          // two for each thread: a header, and room for four tiles of fp32
   int64_t slot_bytes;
   int64_t chunk;        // elements of a chunk
-  int64_t* counters;    // of the bucket's first chunk
-  int64_t* sums;        // the same; a chunk's sum of new values is added before its counter gets full
+  int64_t* counters;    // elements that are done of each chunk of the bucket
+  int64_t counter_stride;  // numbers from one counter to the next: threads should not share cache lines
+  int64_t* sums;        // of each chunk; that of new values is added before its counter gets full
   int64_t step, bucket;
 };
 
@@ -642,17 +643,18 @@ class AdamJob : public Job {
   // From where the chunk's counter is.
   void run_logged(const HostAdamPiece& piece, const Chunk& chunk, int thread) {
     int64_t* slots[2];
-    int64_t* const counter = piece.counters + chunk.start / log_.chunk;
+    const int64_t number = piece.first_chunk + chunk.start / log_.chunk;
+    int64_t* const counter = log_.counters + number * log_.counter_stride;
     *counter = std::max<int64_t>(*counter, 0);
     for (int k = 0; k < 2; ++k) {
       slots[k] = reinterpret_cast<int64_t*>(log_.slots + (2 * thread + k) * log_.slot_bytes);
       TileLog::invalidate(slots[k]);
       slots[k][1] = log_.bucket;
-      slots[k][2] = counter - log_.counters;
+      slots[k][2] = number;
     }
     Arrays arrays = piece.arrays;
     arrays.ahead = kPrefetch;
-    int64_t* const total = log_.sums + (counter - log_.counters);
+    int64_t* const total = log_.sums + number;
     const bool keeps_grad = arrays.out == arrays.grad;
     TileLog log{slots[0], slots[1], counter, log_.step, *counter, chunk.numel, total, keeps_grad, 0};
     arrays.advance(chunk.start + log.start);
@@ -767,7 +769,7 @@ struct HostAdamTicket {
 extern "C" {
 
 // What host_adam.py expects; raised whenever a struct or a signature changes.
-int32_t host_adam_version() { return 4; }
+int32_t host_adam_version() { return 5; }
 
 int32_t host_adam_has_body(int32_t body) { return has_body(body); }
 

@@ -35,7 +35,7 @@ from megatron.core.optimizer.kernels.piece import Piece, PieceCodes, RowLog
 LIBRARY = Path(__file__).with_name("libhost_adam.so")
 logger = logging.getLogger(__name__)
 
-_VERSION = 4  # of the library's structs and signatures
+_VERSION = 5  # of the library's structs and signatures
 _BODIES = {"avx512": 2, "avx2": 1, "baseline": 0}  # the fastest first
 _TYPES: dict[torch.dtype | None, int] = {
     None: 0,
@@ -114,7 +114,7 @@ class _Piece(ctypes.Structure):
         ("arrays", _Arrays),
         ("scalars", _Scalars),
         ("numel", ctypes.c_int64),
-        ("counters", ctypes.c_void_p),
+        ("first_chunk", ctypes.c_int64),
         ("codes", _Codes),
     )
 
@@ -127,6 +127,7 @@ class _Log(ctypes.Structure):
         ("slot_bytes", ctypes.c_int64),
         ("chunk", ctypes.c_int64),
         ("counters", ctypes.c_void_p),
+        ("counter_stride", ctypes.c_int64),
         ("sums", ctypes.c_void_p),
         ("step", ctypes.c_int64),
         ("bucket", ctypes.c_int64),
@@ -285,7 +286,7 @@ class HostAdam:
     ) -> Ticket:
         structs = (_Piece * len(pieces))(*[_described(piece, grad_scale) for piece in pieces])
         if log is not None:
-            _add_counters(structs, log)
+            _number_chunks(structs, log.chunk)
         described = None if log is None else ctypes.byref(_described_log(log))
         handle = library.host_adam_submit(
             self._pool, _BODIES[self._body], structs, len(pieces), mode, described
@@ -474,7 +475,7 @@ def _described(piece: Piece, grad_scale: float) -> _Piece:
         _TYPES[None if out is None else out.dtype],
     )
     scalars = _scalars(piece.step, grad_scale)
-    return _Piece(arrays, scalars, piece.numel, None, _described_codes(piece.codes))
+    return _Piece(arrays, scalars, piece.numel, 0, _described_codes(piece.codes))
 
 
 def _described_codes(codes: PieceCodes | None) -> _Codes:
@@ -501,18 +502,19 @@ def _described_log(log: RowLog) -> _Log:
         log.slots.stride(0),
         log.chunk,
         log.counters.data_ptr(),
+        log.counters.stride(0),
         log.sums.data_ptr(),
         log.step,
         log.bucket,
     )
 
 
-def _add_counters(pieces: ctypes.Array[_Piece], log: RowLog) -> None:
-    """Gives each piece the counters of its chunks, which follow those of the piece before."""
-    address = log.counters.data_ptr()
+def _number_chunks(pieces: ctypes.Array[_Piece], chunk: int) -> None:
+    """Numbers the chunks of all pieces one after the other."""
+    count = 0
     for piece in pieces:
-        piece.counters = address
-        address += -(-piece.numel // log.chunk) * log.counters.element_size()
+        piece.first_chunk = count
+        count += -(-piece.numel // chunk)
 
 
 # The pieces of a step share few sets of constants.

@@ -229,6 +229,7 @@ class Piece(NamedTuple):
 
 ROW_NUMEL = 64  # elements of a row of `RowLog`; kTile of host_adam.cpp
 NOT_STARTED = -1
+COUNTER_STRIDE = 8  # of int64: a cache line
 
 
 class RowLog(NamedTuple):
@@ -237,7 +238,8 @@ class RowLog(NamedTuple):
 
     Attributes:
         counters: int64: elements that are done of each chunk, of all pieces one after the other;
-            `NOT_STARTED` until the kernel starts it.
+            `NOT_STARTED` until the kernel starts it. Threads write theirs after every row: with a
+            stride of `COUNTER_STRIDE`, neighbouring chunks' counters are in separate cache lines.
         sums: int64, one for each chunk: the sum (see kept_updates.py) of the elements that the
             kernel updates is added to it before the chunk's counter gets full.
         slots: two for each thread, of `ROW_NUMEL` elements; uint8: [slots, bytes].

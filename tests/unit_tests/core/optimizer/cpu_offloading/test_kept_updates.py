@@ -25,7 +25,14 @@ from megatron.core.optimizer.cpu_offloading.kept_updates import (
 from megatron.core.optimizer.kernels import torch_adam
 from megatron.core.optimizer.kernels.adam import AdamStep
 from megatron.core.optimizer.kernels.host_adam import LIBRARY, HostAdam, available_bodies
-from megatron.core.optimizer.kernels.piece import NOT_STARTED, ROW_NUMEL, HostKernel, Piece, RowLog
+from megatron.core.optimizer.kernels.piece import (
+    COUNTER_STRIDE,
+    NOT_STARTED,
+    ROW_NUMEL,
+    HostKernel,
+    Piece,
+    RowLog,
+)
 from megatron.core.optimizer.rules import Adam
 from tests.unit_tests.core.dist_checkpointing.helpers.crashes import KILLED, Child, Forks, forks
 from tests.unit_tests.core.helpers.keepers import launcher
@@ -304,14 +311,15 @@ def test_threads_sum_the_new_values_of_the_elements_that_they_update(body, dtype
     chunks = [part for piece in pieces for part in piece.parts(chunk)]
 
     # One is done, and one is continued.
-    counters, sums = torch.zeros(2, len(chunks), dtype=torch.int64)
-    counters[2:] = NOT_STARTED
+    lines = torch.full((len(chunks), COUNTER_STRIDE), NOT_STARTED)
+    counters, sums = lines[:, 0], torch.zeros(len(chunks), dtype=torch.int64)
     counters[0], sums[0] = chunk, 5
     counters[1], sums[1] = 1001, kept_updates._sum_of(chunks[1].part(0, 1001))
     slots = torch.zeros(4, kept_updates.slot_bytes(ROW_NUMEL), dtype=torch.uint8)
     log = RowLog(counters, sums, slots, chunk, step=1, bucket=0)
     HostAdam(2, body=body).submit(pieces, log=log).wait()
     assert counters.tolist() == [part.numel for part in chunks]
+    assert lines[:, 1:].eq(NOT_STARTED).all()
     assert sums.tolist() == [5, *map(kept_updates._sum_of, chunks[1:])]
 
 
@@ -460,7 +468,7 @@ def _damaged_numbers() -> list[bool]:
 
 def test_damaged_numbers_of_a_step_are_noticed_where_they_matter(nursery):
     found = nursery.run(_damaged_numbers)
-    assert len(found) == 3 + 2 + 2 * 9 + 7 * 7, "with room for a chunk more"
+    assert len(found) == 3 + 2 + 2 * 9 + (COUNTER_STRIDE + 6) * 7, "with room for a chunk more"
     assert found[0], "the number of chunks"
-    counters = found[3:10]
+    counters = found[3 : 3 + 7 * COUNTER_STRIDE : COUNTER_STRIDE]
     assert counters == [True, True, False, True, True, True, True], "all but the half-written one"
