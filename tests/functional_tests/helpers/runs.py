@@ -133,7 +133,7 @@ def trained(metrics: Path) -> list[int]:
 
 
 def flip_last_weight(folder: Path, rank: int) -> None:
-    """Flips a bit in the newest data file of one rank."""
+    """Flips a bit of the last weight in the data file of one rank."""
     tensor, chunk = next(
         each for each in reversed(chunks_of(folder, rank)) if each[0].key.startswith("model.")
     )
