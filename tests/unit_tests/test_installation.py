@@ -264,7 +264,7 @@ def test_the_question_costs_an_import_next_to_nothing(wheel: Path, tmp_path: Pat
 
 
 @pytest.mark.peer
-def test_the_real_megatron_core_is_noticed_in_either_order(wheel: Path, tmp_path: Path) -> None:
+def test_the_real_megatron_core_is_detected_in_either_order(wheel: Path, tmp_path: Path) -> None:
     """The other project is installed over this one, or this one over it, as by pip."""
     (theirs,) = (ROOT / ".venv-peers" / "megatron-core" / "lib").glob(
         "*/site-packages/megatron/core"
@@ -287,7 +287,7 @@ def test_the_real_megatron_core_is_noticed_in_either_order(wheel: Path, tmp_path
 
 
 @pytest.mark.wide
-def test_an_installation_does_the_main_job_from_an_empty_folder(
+def test_an_installation_trains_and_exports_from_an_empty_directory(
     wheel: Path, environment: Environment, tmp_path: Path
 ) -> None:
     """Runs in a separate environment with this one's packages except for this project."""

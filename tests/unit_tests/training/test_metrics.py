@@ -227,7 +227,7 @@ def config_of(*flags: object) -> RunConfig:
     return parse_config([*required.split(), *map(str, flags)], world_size=1)
 
 
-def test_a_runs_metrics_are_beside_its_events_unless_it_says_otherwise(tmp_path):
+def test_metrics_are_next_to_the_events_by_default(tmp_path):
     run, events = tmp_path / "run", tmp_path / "events"
     assert config_of().metrics_jsonl is None, "there is no folder for it"
     assert config_of("--save", run).metrics_jsonl == str(run / "metrics.jsonl")
@@ -237,7 +237,7 @@ def test_a_runs_metrics_are_beside_its_events_unless_it_says_otherwise(tmp_path)
     assert config_of("--save", run, "--metrics-jsonl", "none").metrics_jsonl is None
 
 
-def test_the_settings_that_are_given_are_those_that_are_no_defaults():
+def test_given_settings_are_the_ones_that_differ_from_defaults():
     given = config_of("--weight-decay", 0.125).given()
     assert given["weight_decay"] == 0.125
     assert given["num_layers"] == 1
@@ -264,7 +264,7 @@ def test_memory_is_recorded_with_the_first_step_and_at_each_log_line(now):
     assert not any("peak_device_memory_bytes" in record for _, record in sink.records)
 
 
-def test_events_go_to_a_folder_of_the_file_system():
+def test_a_remote_events_dir_is_rejected():
     assert LoggingConfig(events_dir="runs/events").events_dir == "runs/events"
     with pytest.raises(
         ConfigError,
@@ -315,7 +315,7 @@ def fake_wandb(monkeypatch, logged: list) -> list[dict]:
     return asked
 
 
-def test_wandb_is_told_what_tensorboard_is_told(monkeypatch):
+def test_wandb_gets_the_metrics_of_tensorboard(monkeypatch):
     logged = []
     asked = fake_wandb(monkeypatch, logged)
     (sink,) = build_sinks(
@@ -335,7 +335,7 @@ def test_wandb_is_told_what_tensorboard_is_told(monkeypatch):
     assert logged == [(3, {"train/loss": 2.5}), "end"]
 
 
-def test_a_resumed_run_goes_on_with_its_wandb_run(monkeypatch, now):
+def test_a_resumed_run_continues_with_its_wandb_run(monkeypatch, now):
     asked = fake_wandb(monkeypatch, [])
     config = LoggingConfig(wandb_project="p")
     state = None
@@ -412,14 +412,14 @@ def exact_line(line):
         {"interval_losses": [math.inf]},
     ],
 )
-def test_a_state_that_lacks_the_losses_or_has_others_starts_the_interval_anew(now, shown, state):
+def test_a_state_without_matching_losses_restarts_the_log_interval(now, shown, state):
     metrics = make(now, Recorder(), log_interval=1, state=state)
     now[0] += 1.0
     report(metrics, 1, 4.0)
     assert "lm loss: 4.000000E+00" in shown.messages[0]
 
 
-def test_the_state_is_a_copy_and_holds_what_the_sinks_give(now):
+def test_the_state_is_a_copy_and_includes_the_states_of_the_sinks(now):
     metrics = make(now, Recorder(), log_interval=5)
     report(metrics, 1, 2.0)
     state = metrics.state()

@@ -143,7 +143,7 @@ def test_a_resumed_run_asks_for_the_samples_of_the_whole_run_and_trains_the_rest
     ]  # fmt: skip
 
 
-def test_a_run_that_only_evaluates_prepares_no_folder_and_asks_for_no_training_data(
+def test_a_run_that_only_evaluates_needs_no_save_directory_and_no_training_data(
     monkeypatch, tmp_path
 ):
     wired = Wired(monkeypatch, tmp_path, "--skip-train")
