@@ -57,8 +57,8 @@ FLAGS = {
     NVFP4: ("--fp4-format=e2m1",),
 }
 LARGEST_RATIO = 1.005  # validation loss, fp8 / bf16
-LEAST_SPEED = 0.95  # speed of an update that writes codes / one that writes bf16
-GATHERED = ("blockwise", "mxfp8", "rowwise")  # recipes that the host kernel can quantise
+LEAST_SPEED = 0.95  # of the pass that writes codes, of that of the pass that writes bf16
+GATHERED = ("blockwise", "mxfp8", "rowwise")  # whose codes the pass can make
 STEP = AdamStep(10, lr=1e-4, weight_decay=0.01)
 SEED = 5
 

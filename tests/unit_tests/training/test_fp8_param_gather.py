@@ -152,8 +152,8 @@ def test_offloaded_updates_write_the_same_codes_as_the_device(name: str, recipe:
 
 
 def _num_made_by_torch(recipe: str) -> tuple[int, int]:
-    """Counts, in two steps, the groups that PyTorch operators quantized after the update, and the
-    quantizations by gathers, excluding the first of each group.
+    """Groups whose codes the update has not made, in two steps; and those made by gathers, but for
+    each group's first.
     """
     made, original = list[str](), FsdpParameterGroup.quantize_on_host
     gathered, copy_updated = list[str](), FsdpParameterGroup.copy_updated
@@ -167,7 +167,7 @@ def _num_made_by_torch(recipe: str) -> tuple[int, int]:
             gathered.append(group.display_name)
         copy_updated(group)
 
-    # Each rank is a separate process, so the methods need not be restored.
+    # Ranks are processes of their own.
     FsdpParameterGroup.quantize_on_host = counted  # type: ignore[method-assign]
     FsdpParameterGroup.copy_updated = gather_counted  # type: ignore[method-assign]
     train(engine_for(True, recipe, optimizer=on_host(1.0)), range(2))
@@ -176,7 +176,7 @@ def _num_made_by_torch(recipe: str) -> tuple[int, int]:
 
 @pytest.mark.skipif(available_bodies() == ["torch"], reason="the host kernel was not built")
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_the_host_kernel_quantizes_blockwise_weights_during_the_update(recipe: str) -> None:
+def test_the_update_makes_codes_where_few_rows_share_a_scale(recipe: str) -> None:
     has_codes = recipe == "blockwise"
     for num_after_update, num_gathered in run_ranks(2, _num_made_by_torch, recipe):
         assert (num_after_update == 0) == has_codes
