@@ -1,29 +1,28 @@
-"""Saving and loading against PyTorch DCP: the same names, shapes and values, on the same disk, in
-one run.
+"""Saves and loads compared with PyTorch DCP, with the same names, shapes and values on the same
+disk in one run.
 
     python -m benchmarks.checkpoint
 
 A GPT of about 200M parameters on 2 ranks, fp32 main weights and moments in host memory (2.4 GB),
-ZeRO-3. DCP gets as many bytes as DTensors that are sharded evenly, as FSDP2 does it. Digests are
-written and verified throughout.
+ZeRO-3. DCP saves as many bytes in evenly sharded DTensors, as with FSDP2. Digests are written and
+verified throughout.
 
-    raw                 the same number of bytes from three buffers of 8 MiB: O_DIRECT where the
-                        file system has it, one write after the other, fsync; or read through one
+    raw                 the same number of bytes from three buffers of 8 MiB: sequential writes,
+                        O_DIRECT where the file system supports it, and fsync; or reads through one
     ours, dcp           a save from the call until it is published, on disk and on tmpfs
-    ours, dcp async     how long the call blocks, and the most that resident memory grows by until
+    ours, dcp async     the time that the call blocks, and the peak growth of resident memory until
                         the save is done
-    load                into the existing state; warm: all files are in the page cache; cold: no
-                        file is
+    load                into the existing state; warm: all files are in the page cache; cold: none
     ours                a load at the start of a run, or into an engine without a step: each byte is
-                        read once, and verified as it is put into place
+                        read once, and verified as it is copied to its destination
     ours, two passes    a load into an engine after a step: everything is read and verified, then
-                        read again and put into place
-    2 -> 4, 4 -> 4      loads on 4 ranks of what 2 and 4 have saved, warm: seconds and bytes read
+                        read again and copied
+    2 -> 4, 4 -> 4      warm loads on 4 ranks of checkpoints of 2 and 4: seconds and bytes read
 
-Each number is the slowest rank's; variants run in an order drawn anew each round. Before the first
-round each save runs once, untimed, and that loads bring back every value is checked. Between
-variants their memory is kept busy: in a virtual machine the host may reclaim free memory, and
-touching it again is slow, which would be charged to the first variant.
+Each number is the slowest rank's; variants run in a new random order each round. Before the first
+round, each save runs once untimed, and loads are checked to restore every value. Memory is kept in
+use between variants: in a virtual machine the host may reclaim free memory, and the first variant
+to touch it again would be slower.
 """
 
 from __future__ import annotations
@@ -59,14 +58,14 @@ Rounds = dict[Variant, list[Figures]]
 
 
 class Found(NamedTuple):
-    """What one rank reports."""
+    """The results of one rank."""
 
     rounds: Rounds
     num_parameters: int
 
 
 def measure_two(bench: Bench, num_rounds: int) -> Rounds:
-    """Saves, asynchronous saves and loads on the ranks that have saved."""
+    """Measures saves, asynchronous saves, and loads on the same ranks."""
     own = bench.world_size
     saves: dict[Variant, Callable[[], Figures]] = {
         (ASYNC, OURS): bench.save_ours_async,
@@ -94,7 +93,7 @@ def measure_two(bench: Bench, num_rounds: int) -> Rounds:
 
 
 def measure_four(bench: Bench, num_rounds: int) -> Rounds:
-    """Loads of what fewer ranks, and what as many have saved."""
+    """Measures loads of checkpoints of fewer ranks and of as many."""
     bench.keep()
     variants: dict[Variant, Callable[[], Figures]] = {}
     for num_ranks in (bench.world_size // 2, bench.world_size):
@@ -106,7 +105,7 @@ def measure_four(bench: Bench, num_rounds: int) -> Rounds:
 
 
 def measure(rank: int, arguments: argparse.Namespace, folders: dict[str, Path]) -> Found:
-    """One rank's work."""
+    """Runs the measurements of one rank."""
     world_size = dist.get_world_size()
     bench = Bench(arguments, folders, rank, world_size)
     measure_some = measure_two if world_size == 2 else measure_four
@@ -116,8 +115,8 @@ def measure(rank: int, arguments: argparse.Namespace, folders: dict[str, Path]) 
 
 
 def measurements(rounds: Rounds) -> Iterator[Measurement]:
-    """Seconds of everything; how long asynchronous saves block and how much memory they take; and
-    what loads read.
+    """Returns all seconds, the blocking time and memory of asynchronous saves, and the bytes that
+    loads read.
     """
     kinds = (
         ("seconds", "", "s", 1.0),
@@ -134,7 +133,7 @@ def measurements(rounds: Rounds) -> Iterator[Measurement]:
 
 
 def ratios(rounds: Rounds) -> Iterator[Ratio]:
-    """This project against the others, with the bars."""
+    """Returns the ratios to the other variants, with their bars."""
 
     def median(group: str, side: str, figure: str) -> float:
         return statistics.median(one[figure] for one in rounds[group, side])
@@ -166,7 +165,7 @@ def ratios(rounds: Rounds) -> Iterator[Ratio]:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Measures."""
+    """Runs the benchmark."""
     parser = report.parser_of(__doc__)
     parser.add_argument("--layers", type=int, default=13)
     parser.add_argument("--hidden", type=int, default=1024)
@@ -185,7 +184,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         settings=report.settings_of(arguments),
         facts={
             "parameters": two.num_parameters,
-            # Of the files before a load: how much of them was in the page cache.
+            # The share of the files that was in the page cache before a load.
             "resident_share": {
                 f"{group}, {side}": statistics.median(one["resident_share"] for one in own)
                 for (group, side), own in rounds.items()

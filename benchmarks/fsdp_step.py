@@ -5,11 +5,11 @@ weights.
     OMP_NUM_THREADS=1 torchrun --standalone --nproc-per-node 2 -m benchmarks.fsdp_step
 
 bf16 compute, fp32 main weights, gradients reduced in fp32, ZeRO-3, fused AdamW. All sides run
-interleaved in one process group, in an order drawn anew each round; `compute alone` is forward and
-backward of the same model without any sharding. The parts of our step are measured afterwards.
+interleaved in one process group, in a new random order each round; `compute alone` is forward and
+backward of the unsharded model. The parts of this project's step are measured afterwards.
 
-Then forward and backward of many small units, 24 of two parameters each in fp32, on both engines:
-the time of such a step is the engine's overhead for each unit.
+Then forward and backward of 24 small units, of two fp32 parameters each, on both engines: the time
+of such a step is the engine's overhead per unit.
 """
 
 from __future__ import annotations
@@ -63,11 +63,11 @@ OURS, FSDP2, COMPUTE = "ours", "FSDP2", "compute alone"
 SMALL_OURS, SMALL_FSDP2 = "many small units, ours", "many small units, FSDP2"
 
 _NUM_UNITS, _UNIT_CHANNELS, _UNIT_ROWS = 24, 64, 16
-_SMALL_ROUNDS = 10  # for each of the model's rounds, which take that much longer
+_SMALL_ROUNDS = 10  # rounds of small units per round of the model
 
 
 def build_sides(arguments: argparse.Namespace, device: Device) -> dict[str, Side]:
-    """Every side with the same initial weights."""
+    """Returns all sides, with the same initial weights."""
     mesh = build_mesh(device.kind, dist.get_world_size())
     target = device.torch_device
 
@@ -87,19 +87,19 @@ def build_sides(arguments: argparse.Namespace, device: Device) -> dict[str, Side
 
 
 class _SmallUnits(nn.Sequential):
-    """Linear layers, each of which is to be a unit."""
+    """Linear layers, each of which becomes a unit."""
 
     def __init__(self) -> None:
         torch.manual_seed(SEED)
         super().__init__(*(nn.Linear(_UNIT_CHANNELS, _UNIT_CHANNELS) for _ in range(_NUM_UNITS)))
 
     def forward(self, rows: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
-        """The squared differences from `expected`."""
+        """Returns the squared differences from `expected`."""
         return (super().forward(rows) - expected).square()
 
 
 def measure_small_units(rank: int, device: Device, num_rounds: int) -> Steps:
-    """Forward and backward of many small units, of which neither side has an optimizer."""
+    """Returns forward and backward of many small units on both sides, without optimizers."""
     mesh = build_mesh(device.kind, dist.get_world_size())
     sides = {}
     for name, shard_unit in ((SMALL_OURS, fully_shard), (SMALL_FSDP2, fsdp2.fully_shard)):
@@ -116,7 +116,7 @@ def measure_small_units(rank: int, device: Device, num_rounds: int) -> Steps:
 
 
 def break_down(side: Side, batch: tuple[torch.Tensor, torch.Tensor]) -> dict[str, float]:
-    """Mean milliseconds of the parts of our step.
+    """Returns the mean milliseconds of the parts of this project's step.
 
     gather and reduce run on a lane, concurrently with the computation; wait is the time that the
     computation was blocked on them.
@@ -134,7 +134,7 @@ def break_down(side: Side, batch: tuple[torch.Tensor, torch.Tensor]) -> dict[str
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Measures; rank 0 reports."""
+    """Runs the benchmark; rank 0 reports."""
     parser = report.parser_of(__doc__)
     add_model_arguments(parser)
     arguments = parser.parse_args(argv)

@@ -1,15 +1,15 @@
-"""Training in low precision: the loss of each recipe, and the times to quantise operands and to
-make codes of new weights.
+"""Low-precision training: the loss of each recipe, and the time to quantise activations and updated
+weights.
 
     python -m benchmarks.low_precision
 
-First, activations [tokens, hidden] in bf16 are quantised by each recipe as a linear layer does, for
-its own product and for the gradient of its weight, on one thread. The layer's product in bf16 is
-there to compare. Nothing here says how fast low precision is on a GPU.
+First, each recipe quantises bf16 activations [tokens, hidden] on one thread, as a linear layer does
+for its product and for its weight gradient. The layer's bf16 product is measured for comparison.
+These times do not predict the speed of low precision on a GPU.
 
-Then the host's pass of AdamW over one matrix, with bf16 gradients, writes the new weights in bf16,
-over the gradients as it does in training, or as codes. The third side makes codes of the weights by
-torch's operators, after the pass.
+Then AdamW updates one matrix in host memory, with bf16 gradients. The update writes the new weights
+in bf16, over the gradients as in training, or as codes. For comparison, PyTorch operators quantise
+the weights after the update.
 
 Finally, with `--iterations`, examples/gpt_cpu.yaml is trained in bf16 and with each recipe on the
 text of `make data`, on two ranks.
@@ -56,7 +56,7 @@ FLAGS = {
     **{name: ("--fp8-format=hybrid", f"--fp8-recipe={name}") for name in FP8},
     NVFP4: ("--fp4-format=e2m1",),
 }
-LARGEST_RATIO = 1.005  # of the validation losses of fp8 and bf16
+LARGEST_RATIO = 1.005  # validation loss, fp8 / bf16
 LEAST_SPEED = 0.95  # of the pass that writes codes, of that of the pass that writes bf16
 GATHERED = ("blockwise", "mxfp8", "rowwise")  # whose codes the pass can make
 STEP = AdamStep(10, lr=1e-4, weight_decay=0.01)
@@ -71,7 +71,7 @@ def quantise(recipe: Recipe, activations: torch.Tensor) -> None:
 
 
 def measure(arguments: argparse.Namespace) -> dict[str, list[float]]:
-    """Milliseconds of each side in each round."""
+    """Returns the milliseconds of each side in each round."""
     torch.set_num_threads(1)
     generator = torch.Generator().manual_seed(SEED)
     activations = torch.randn(arguments.tokens, arguments.hidden, generator=generator).bfloat16()
@@ -87,14 +87,14 @@ def measure(arguments: argparse.Namespace) -> dict[str, list[float]]:
 
 
 def run_pass(kernel: HostAdam, piece: Piece) -> None:
-    """Steps a matrix. Few scales change from one step to the next, here as in training."""
+    """Updates a matrix. As in training, few scales change from one step to the next."""
     kernel.run([piece])
     if piece.codes is not None:
         piece.codes.last_maxima.copy_(piece.codes.maxima)
 
 
 def passes(arguments: argparse.Namespace) -> dict[str, Callable[[], object]]:
-    """The work of each form of the pass, by name, over the same arrays."""
+    """Returns the update for each output format, by name, over the same arrays."""
     shape = (arguments.rows, arguments.columns)
     numel, device = arguments.rows * arguments.columns, Device.for_rank("cpu", 0, 1)
     grad = host_array(numel, torch.bfloat16, device).normal_().mul_(1e-2)
@@ -123,14 +123,14 @@ def passes(arguments: argparse.Namespace) -> dict[str, Callable[[], object]]:
 
 
 def measure_passes(arguments: argparse.Namespace) -> dict[str, list[float]]:
-    """Milliseconds of each form of the pass in each round."""
+    """Returns the milliseconds of each update in each round."""
     timed = {name: partial(report.seconds, work) for name, work in passes(arguments).items()}
     rounds = report.interleaved(timed, arguments.rounds, warm_up=1, seed=SEED)
     return {name: [1e3 * one for one in own] for name, own in rounds.items()}
 
 
 def speeds_of_passes(times: dict[str, list[float]]) -> list[Ratio]:
-    """The speed of each pass that writes codes, as a part of the other's."""
+    """Returns the speed of each update that writes codes, relative to one that writes bf16."""
     medians, ratios = report.medians(times), list[Ratio]()
     for name, median in medians.items():
         kind, recipe, threads = name.split(", ")
@@ -142,15 +142,19 @@ def speeds_of_passes(times: dict[str, list[float]]) -> list[Ratio]:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Measures, and trains."""
+    """Runs all parts on this machine."""
     parser = report.parser_of(__doc__)
-    parser.add_argument("--tokens", type=int, default=2048, help="of the activations")
+    parser.add_argument("--tokens", type=int, default=2048, help="tokens of the activations")
     parser.add_argument("--hidden", type=int, default=1024, help="channels of the activations")
-    parser.add_argument("--rows", type=int, default=8192, help="of the matrix of the passes")
-    parser.add_argument("--columns", type=int, default=4096, help="of the matrix of the passes")
-    parser.add_argument("--threads", type=int, nargs="+", default=[1, 2], help="of the passes")
+    parser.add_argument("--rows", type=int, default=8192, help="rows of the updated matrix")
+    parser.add_argument("--columns", type=int, default=4096, help="columns of the updated matrix")
+    parser.add_argument(
+        "--threads", type=int, nargs="+", default=[1, 2], help="threads of the update"
+    )
     parser.add_argument("--rounds", type=int, default=10)
-    parser.add_argument("--iterations", type=int, default=0, help="of the trainings on text")
+    parser.add_argument(
+        "--iterations", type=int, default=0, help="training iterations; 0: no training"
+    )
     arguments = parser.parse_args(argv)
 
     times, of_passes = measure(arguments), measure_passes(arguments)

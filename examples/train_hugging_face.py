@@ -1,12 +1,11 @@
 #!/usr/bin/env python3
-"""Trains a Hugging Face causal LM with its optimizer in host memory: an engine in a program of your
-own.
+"""Trains a Hugging Face causal LM with its optimizer in host memory: an engine in a custom program.
 
 python -m megatron_hybrid launch --nproc-per-node 2 examples/train_hugging_face.py \\
     --output runs/hugging_face
 
-Without `--model` it is a tiny Qwen3 with random weights; the data is random tokens: this shows the
-calls, no more. It needs `pip install '.[hf]'` in the clone.
+The default model is a tiny Qwen3 with random weights, and the data is random: the program only
+shows the calls. It needs `pip install '.[hf]'` in the clone.
 """
 
 from __future__ import annotations
@@ -52,13 +51,13 @@ def forward_step(model: nn.Module, batch: Batch) -> torch.Tensor:
 
 
 def main() -> None:
-    """Trains, saves in both formats, loads what it has saved, and goes on."""
+    """Trains, saves in both formats, loads the checkpoint, and evaluates."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--model", help="folder or name of a pretrained model")
+    parser.add_argument("--model", help="directory or name of a pretrained model")
     parser.add_argument(
-        "--output", type=Path, required=True, help="folder for what is saved; must not exist"
+        "--output", type=Path, required=True, help="output directory; must not exist"
     )
     parser.add_argument("--steps", type=int, default=5)
     arguments = parser.parse_args()

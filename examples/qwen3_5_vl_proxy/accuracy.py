@@ -1,10 +1,10 @@
-"""How many held-out pictures a model describes without a mistake.
+"""Measures the share of held-out pictures that a model describes without a mistake.
 
     python examples/qwen3_5_vl_proxy/accuracy.py --load runs/qwen3_5_vl_proxy --data data/shapes
 
-asks about each picture, takes the likeliest words, and compares the whole caption. Two controls
-show what is known without looking: the same questions about a picture of one grey, and about
-another picture than the caption is of. By chance one of 144 captions is right.
+generates a caption for each picture with greedy decoding, and compares the whole caption. Two
+controls measure the accuracy without the picture: a plain grey picture, and a picture with another
+caption. By chance, one of 144 captions is right.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _MOST_WORDS = 12
 
 
 class Examiner:
-    """Asks one question about pictures."""
+    """Generates the captions of pictures."""
 
     def __init__(self, load: str, iteration: int | None = None) -> None:
         model, self._tokenizer, self._length = load_model(load, iteration)
@@ -34,7 +34,7 @@ class Examiner:
         self._reader = PictureReader.of_model(model, self._tokenizer, load)
 
     def answer(self, question: str, picture: Path) -> str:
-        """What the model says of a picture, word by word the likeliest."""
+        """Returns the greedily decoded reply to a question about a picture."""
         asked = self._reader.ask(question, [picture])
         tokens = sample(
             asked.model,
@@ -52,7 +52,7 @@ class Examiner:
     def accuracy(
         self, questions: Sequence[str], pictures: Sequence[Path], captions: Sequence[str]
     ) -> float:
-        """The share of pictures whose answer is the caption."""
+        """Returns the share of pictures whose reply equals the caption."""
         answers = map(self.answer, questions, pictures)
         right = [answer == caption for answer, caption in zip(answers, captions, strict=True)]
         return sum(right) / len(right)
@@ -65,7 +65,7 @@ def main() -> None:
     parser.add_argument("--load", required=True, help="a run, a checkpoint or an exported model")
     parser.add_argument("--ckpt-step", type=int, help="iteration to load instead of the newest")
     parser.add_argument("--data", type=Path, default=Path("data/shapes"))
-    parser.add_argument("--count", type=int, default=400, help="pictures to ask about, at most")
+    parser.add_argument("--count", type=int, default=400, help="largest number of pictures")
     arguments = parser.parse_args()
 
     lines = (arguments.data / "held_out.jsonl").read_text().splitlines()[: arguments.count]

@@ -1,9 +1,9 @@
-"""The proxy from its data to its accuracy, in one command and a few minutes on two cores:
+"""Runs the proxy from its data to its accuracy, in a few minutes on two cores:
 
     python examples/qwen3_5_vl_proxy/run.py
 
 draws pictures, trains with the optimizer in host memory, saves at iterations 10 and 12, resumes
-from each and compares the losses, goes on to the end, and asks about held-out pictures.
+from each checkpoint and compares the losses, trains to the end, and captions held-out pictures.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from typing import Any
 
 _HERE = Path(__file__).resolve().parent
 _PROJECT = _HERE.parents[1]
-_FIRST, _SECOND, _BEYOND = 10, 12, 16  # saves, and how far resumed runs go
+_FIRST, _SECOND, _BEYOND = 10, 12, 16  # iterations of two saves, and the last one of resumed runs
 
 
 def run(*command: str | Path) -> None:
-    """Runs a Python program of this project, and ends with it if it fails."""
+    """Runs a Python program of this project. Exits with its code if it fails."""
     words = [str(word) for word in command]
     print(f"\n$ python {' '.join(words)}", flush=True)
-    # One thread a rank: ranks that share cores slow each other down otherwise.
+    # More threads slow down ranks that share cores.
     environment = {"OMP_NUM_THREADS": "1", **os.environ, "PYTHONPATH": str(_PROJECT)}
     done = subprocess.run([sys.executable, *words], cwd=_PROJECT, env=environment, check=False)
     if done.returncode:
@@ -34,7 +34,7 @@ def run(*command: str | Path) -> None:
 
 
 def train(arguments: argparse.Namespace, save: Path, *flags: str) -> None:
-    """Trains until it ends, or until the flags say."""
+    """Trains to the last iteration, or to the one that `flags` set."""
     launch = ("-m", "megatron_hybrid", "launch", "--standalone")
     run(
         *launch,
@@ -49,7 +49,7 @@ def train(arguments: argparse.Namespace, save: Path, *flags: str) -> None:
 
 
 def losses(save: Path) -> dict[int, float]:
-    """The loss of each iteration of a run that logs each of them."""
+    """Returns the loss of each logged iteration of a run."""
     found: dict[int, float] = {}
     for line in (save / "metrics.jsonl").read_text().splitlines():
         record: dict[str, Any] = json.loads(line)
@@ -71,7 +71,7 @@ def resume_from_each(arguments: argparse.Namespace) -> None:
         after = range(iteration + 1, _BEYOND + 1)
         if [found[n] for n in after] != [expected[n] for n in after]:
             sys.exit(f"The run resumed at iteration {iteration} had other losses: {found}.")
-        print(f"resumed at iteration {iteration}: the losses are those of the undisturbed run")
+        print(f"resumed at iteration {iteration}: the losses equal the undisturbed run's")
 
 
 def main() -> None:

@@ -45,7 +45,7 @@ _RADIUS = 5
 
 
 class Drawing(NamedTuple):
-    """What is drawn in a picture."""
+    """The contents of a picture."""
 
     count: int
     colour: str
@@ -67,7 +67,7 @@ def draw(drawing: Drawing, generator: random.Random) -> Image.Image:
     left = 0 if drawing.place.endswith("left") else width // 2
     top = 0 if drawing.place.startswith("top") else height // 2
 
-    # Of the four cells of a quarter of the picture, as many as there are shapes.
+    # Each shape is in one of the four cells of a quarter of the picture.
     half_width, half_height = width // 4, height // 4
     cells = generator.sample([(x, y) for x in (0, 1) for y in (0, 1)], drawing.count)
     for x, y in cells:

@@ -34,7 +34,7 @@ class RenderedPart(NamedTuple):
 
     Attributes:
         message: its index.
-        begin, end: in characters.
+        begin, end: its range of characters in the rendering.
     """
 
     message: int
@@ -47,8 +47,8 @@ class MarkedText(NamedTuple):
 
     Attributes:
         message: index of the message that the template handled; None outside of its loops.
-        begin: in characters.
-        text: that was marked.
+        begin: the offset in characters.
+        text: the marked text.
     """
 
     message: int | None
@@ -57,7 +57,7 @@ class MarkedText(NamedTuple):
 
 
 class Traced(NamedTuple):
-    """A rendering, and what wrote its parts. Text outside of the segments belongs to no message."""
+    """A rendering with the message of each segment. Other text belongs to no message."""
 
     text: str
     segments: tuple[RenderedPart, ...]
@@ -86,7 +86,7 @@ class ChatProgram:
         assert isinstance(tracer, _Tracer)
         self._tracer = tracer
         tree = environment.parse(source)
-        # A tag in a comment or in a raw block is none.
+        # Tags in comments and raw blocks do not count.
         self.is_marked = tracer.has_marks
         _add_calls(tree, tracer)
         code = environment.compile(tree)
@@ -167,10 +167,10 @@ class _Trace:
         self._loops[-1].message = None if is_earlier else message
 
     def fetch(self, message: int) -> None:
-        """Records that a message is assigned to a name: loops over indices reach their messages so.
+        """Records that a message is assigned to a name, as in loops over indices.
 
-        The first message that no earlier iteration has reached counts. A loop over messages, or
-        one that has reached its message, may look at others.
+        An iteration handles the first message that no earlier iteration has reached. Other messages
+        that it assigns are ignored, as in loops over messages.
         """
         loop = self._loops[-1] if self._loops else None
         if loop is not None and loop.message is None and message > loop.furthest:

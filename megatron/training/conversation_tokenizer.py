@@ -1,4 +1,4 @@
-"""From conversations to tokens and their loss mask.
+"""Converts conversations to tokens and their loss mask.
 
 The chat template in the tokenizer's directory renders the text. For conversations about pictures it
 may be missing; the default is this part of the Qwen template, in which a picture may take four
@@ -66,7 +66,7 @@ class Rendered(NamedTuple):
 
 
 class ConversationTokenizer:
-    """Makes tokens of conversations.
+    """Converts conversations to tokens.
 
     Args:
         tokenizer: one of Hugging Face's.
@@ -103,14 +103,14 @@ class ConversationTokenizer:
 
     def _encoded(self, chat: RenderedChat) -> Rendered:
         found = encode_answers(self._backend, chat.text, chat.answers)
-        # The first token has no predecessor, so it is never learned.
+        # The first token has no predecessor, so it is never in the loss.
         if not found.is_answer[1:].any():
             raise ConversationError("expected text of the assistant, got none")
         return found
 
 
 class PictureTokenizer(ConversationTokenizer):
-    """Makes tokens of conversations about pictures.
+    """Converts conversations about pictures to tokens.
 
     Args:
         tokenizer: one of Hugging Face's, with the tokens that Qwen's models have for images.
@@ -145,10 +145,10 @@ class PictureTokenizer(ConversationTokenizer):
         return super()._find_template(folder, template, ends)
 
     def render_pictures(self, conversation: Conversation, num_tokens: Sequence[int]) -> Rendered:
-        """The tokens of a conversation about pictures.
+        """Returns the tokens of a conversation about pictures.
 
         Args:
-            num_tokens: of each picture, in the order of their places.
+            num_tokens: tokens of each picture, in the order of the text.
 
         Raises:
             ConversationError: as `render`, and for a text that spells out tokens of images.
@@ -157,14 +157,14 @@ class PictureTokenizer(ConversationTokenizer):
         return self._encoded(_expanded(chat, num_tokens))
 
     def prompt(self, conversation: Conversation, num_tokens: Sequence[int]) -> NDArray[np.int64]:
-        """The tokens of a conversation and its generation prompt."""
+        """Returns the tokens of a conversation and its generation prompt."""
         text = self._template.render(conversation.messages, conversation.tools, asks=True)
         chat = _expanded(RenderedChat(text, ()), num_tokens)
         return encode_answers(self._backend, chat.text, ()).tokens
 
 
 def _expanded(chat: RenderedChat, num_tokens: Sequence[int]) -> RenderedChat:
-    """A text with as many image tokens in each picture's place as the picture takes."""
+    """Returns a text in which each picture's placeholder is repeated once per image token."""
     places = [found.start() for found in re.finditer(re.escape(IMAGE), chat.text)]
     if len(places) != len(num_tokens):
         raise ConversationError(

@@ -1,10 +1,10 @@
-"""What follows an iteration: an evaluation, a save, the end of the run.
+"""Decides after each iteration on an evaluation, a save, and the end of the run.
 
 `decide` is a pure function of values that are equal on all ranks, so every rank decides the same
 without another collective:
 
     after an iteration                       evaluates    save
-    in the middle of the run                 if due       BEGIN if due, SKIP if the previous save
+    during the run                           if due       BEGIN if due; SKIP if the previous save
                                                           is in flight and skipping was requested
     the last one, or a reason to stop        no           LAST
     a signal, and too little time to save    no           FINISH
@@ -32,17 +32,17 @@ class Save(Enum):
 
     NOTHING = auto()
     BEGIN = auto()  # save; in the background with --async-save
-    SKIP = auto()  # leave out a save that is due, on all ranks
+    SKIP = auto()  # skip a save that is due, on all ranks
     LAST = auto()  # save the final state and wait for it
-    FINISH = auto()  # wait for the pending save, which may still fit, but start none
+    FINISH = auto()  # wait for the save in flight, but start none
 
 
 class Decision(NamedTuple):
-    """What follows an iteration, in this order; the same on every rank."""
+    """The actions after an iteration, in this order; the same on every rank."""
 
     evaluates: bool
     save: Save
-    stop: Stop | None  # ends the run early; None: it continues, or has finished
+    stop: Stop | None  # the reason to end early; None: the run continues or has finished
 
 
 def decide(
@@ -54,18 +54,18 @@ def decide(
     votes: Votes,
     stop: Stop | None,
 ) -> Decision:
-    """Decides what follows the iteration that `step_info` counts last.
+    """Decides on the actions after the last iteration of `step_info`.
 
     Args:
-        num_samples: in its global batch.
-        votes: summed over all ranks.
-        stop: why the run is to end, if it is, by `StopConditions.stop`.
+        num_samples: number of samples in its global batch.
+        votes: the votes, summed over all ranks.
+        stop: the reason to end the run from `StopConditions.stop`, if any.
     """
     is_end = step_info.iteration == config.training.train_iters
     stop = _with_saves(config, votes, stop)
     if is_end or stop is not None:
-        # A run at its last iteration has finished, even if another reason to stop applies. A signal
-        # leaves no time for the final evaluations.
+        # A run at its last iteration has finished, even with another reason to stop. After a signal
+        # there is no time for the final evaluations.
         is_early = stop is not None and (not is_end or stop.code in _PREEMPTED)
         save = Save.LAST if stop is None or stop.saves else Save.FINISH
         return Decision(
@@ -89,7 +89,7 @@ def is_due(step_info: StepInfo, interval: int | None) -> bool:
 
 
 def _with_saves(config: RunConfig, votes: Votes, stop: Stop | None) -> Stop | None:
-    """The reason to stop, in view of whether checkpoints are saved, and whether that failed."""
+    """Returns the reason to stop, which depends on `--save` and on failed saves."""
     if stop is not None and stop.code is ExitCode.PREEMPTED and config.checkpoint.save is None:
         return replace(
             stop, code=ExitCode.PREEMPTED_UNSAVED, reason=f"{stop.reason}, and there is no --save"

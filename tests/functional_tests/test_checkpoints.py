@@ -1,6 +1,4 @@
-"""Which flags loading a checkpoint honours and rejects: whole runs of `pretrain_gpt.py`, on
-one rank.
-"""
+"""Flags that select, load and reject checkpoints, in whole runs of `pretrain_gpt.py`."""
 
 from __future__ import annotations
 
@@ -30,7 +28,7 @@ def train_state(root: Path, iteration: int) -> dict:
     return json.loads((root / f"iter_{iteration:07d}" / "train_state.json").read_text())
 
 
-def test_the_run_is_described_beside_its_tensors(saved):
+def test_a_checkpoint_has_the_progress_and_configuration_of_its_run(saved):
     state = train_state(saved, 2)
     assert state["progress"] == {
         "iteration": 2,
@@ -44,48 +42,48 @@ def test_the_run_is_described_beside_its_tensors(saved):
     assert (saved / "latest_checkpointed_iteration.txt").read_text() == "4\n"
 
 
-def test_a_checkpoint_of_another_model_is_refused_by_name_on_all_ranks(saved):
+def test_a_checkpoint_of_another_model_is_rejected_on_all_ranks_with_its_keys(saved):
     flags = "--disable-bias-linear --untie-embeddings-and-output-weights --hidden-size 24".split()
-    told = refusal("--load", saved, *flags, world_size=2)
-    assert told.startswith("CheckpointError: ")
-    assert "word_embeddings.weight has shape (128, 16) where the model has (128, 24)" in told
-    assert "it lacks model.output_layer.weight" in told
-    assert "it has unexpected keys model.decoder.layers.0" in told
+    error = refusal("--load", saved, *flags, world_size=2)
+    assert error.startswith("CheckpointError: ")
+    assert "word_embeddings.weight has shape (128, 16) where the model has (128, 24)" in error
+    assert "it lacks model.output_layer.weight" in error
+    assert "it has unexpected keys model.decoder.layers.0" in error
 
 
-def test_a_folder_with_newer_checkpoints_is_not_trained_over_but_evaluated_beside(saved):
-    told = refusal("--save", saved, "--recover-mode", "off")
-    assert told.startswith("ConfigError: --save: expected a directory without checkpoints beyond")
-    assert "[2, 4]" in told
+def test_a_save_directory_with_newer_checkpoints_is_rejected_except_for_evaluation(saved):
+    error = refusal("--save", saved, "--recover-mode", "off")
+    assert error.startswith("ConfigError: --save: expected a directory without checkpoints beyond")
+    assert "[2, 4]" in error
     older = ["--load", saved, "--save", saved, "--ckpt-step", 2]
     assert "beyond iteration 2" in refusal(*older)
     train(*older, "--skip-train")
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_a_folder_that_cannot_be_written_is_found_before_training(tmp_path, world_size):
+def test_an_unwritable_save_directory_is_an_error_before_training(tmp_path, world_size):
     (tmp_path / "file").write_text("")
-    told = refusal("--save", tmp_path / "file" / "run", world_size=world_size)
-    assert told.startswith("ConfigError: --save: expected a writable directory")
+    error = refusal("--save", tmp_path / "file" / "run", world_size=world_size)
+    assert error.startswith("ConfigError: --save: expected a writable directory")
 
 
-def test_a_folder_without_checkpoints_starts_afresh_unless_that_is_to_be_an_error(tmp_path):
+def test_an_empty_load_directory_is_a_fresh_start_or_an_error_by_flag(tmp_path):
     train("--load", tmp_path / "none", "--save", tmp_path / "new")
     assert train_state(tmp_path / "new", 4)["progress"]["iteration"] == 4
-    told = refusal("--load", tmp_path / "none", "--exit-on-missing-checkpoint")
-    assert told.startswith("ConfigError: ")
-    assert "--exit-on-missing-checkpoint is set" in told
+    error = refusal("--load", tmp_path / "none", "--exit-on-missing-checkpoint")
+    assert error.startswith("ConfigError: ")
+    assert "--exit-on-missing-checkpoint is set" in error
 
 
-def test_what_a_checkpoint_of_the_other_format_does_not_honour_is_refused(tmp_path):
+def test_flags_that_torch_dcp_does_not_support_are_rejected(tmp_path):
     train("--ckpt-format", "torch_dcp", "--save", tmp_path)
     for flags in (["--load-skip-keys", "model.*"], ["--dist-ckpt-strictness", "raise_unexpected"]):
-        told = refusal("--load", tmp_path, *flags)
-        assert told.startswith(f"ConfigError: {flags[0]}: expected a checkpoint of the format")
+        error = refusal("--load", tmp_path, *flags)
+        assert error.startswith(f"ConfigError: {flags[0]}: expected a checkpoint of the format")
 
 
 @pytest.mark.parametrize("formats", [("fsdp_dtensor", "torch_dcp"), ("torch_dcp", "fsdp_dtensor")])
-def test_a_run_goes_on_from_a_checkpoint_of_either_format(saved, tmp_path, formats):
+def test_a_run_resumes_from_a_checkpoint_of_either_format(saved, tmp_path, formats):
     first, second = formats
     train("--ckpt-format", first, "--exit-interval", 2, "--save", tmp_path / "first")
     more = ["--exit-interval", 3, "--save", tmp_path / "second"]
@@ -96,14 +94,18 @@ def test_a_run_goes_on_from_a_checkpoint_of_either_format(saved, tmp_path, forma
     assert_same_tensors(read_checkpoint(tmp_path / "last"), read_checkpoint(saved))
 
 
-def test_saving_beside_the_training_changes_nothing_and_keeps_what_it_was_told_to(saved, tmp_path):
+def test_asynchronous_saves_do_not_change_training_and_keep_the_requested_checkpoints(
+    saved, tmp_path
+):
     flags = ["--async-save", "--save", tmp_path, "--save-interval", 1, "--save-keep-last", 1]
     train(*flags, "--save-retain-interval", 2)
     assert published(tmp_path) == ["iter_0000002", "iter_0000004"]
     assert_same_tensors(read_checkpoint(tmp_path), read_checkpoint(saved))
 
 
-def test_a_run_that_falls_back_goes_on_in_place_and_sets_the_damaged_one_aside(saved, tmp_path):
+def test_a_run_falls_back_to_the_previous_checkpoint_and_sets_the_damaged_one_aside(
+    saved, tmp_path
+):
     root, metrics = tmp_path / "run", tmp_path / "metrics.jsonl"
     shutil.copytree(saved, root)
     (root / "iter_0000004" / "__0_0.distcp").write_bytes(b"")
@@ -116,7 +118,7 @@ def test_a_run_that_falls_back_goes_on_in_place_and_sets_the_damaged_one_aside(s
     train("--load", root, "--save", root)
 
 
-def test_some_keys_may_be_left_unread_by_name(saved, tmp_path):
+def test_skipped_keys_and_unexpected_keys_are_not_loaded(saved, tmp_path):
     more = ["--untie-embeddings-and-output-weights", "--load", saved]
     assert "it lacks model.output_layer.weight" in refusal(*more)
     train(
@@ -129,16 +131,16 @@ def test_some_keys_may_be_left_unread_by_name(saved, tmp_path):
     train(*fewer, "--load-skip-keys", "*output_layer*", "--save", tmp_path / "skipped")
 
 
-def test_the_step_that_a_flag_names_is_loaded_and_must_be_there(saved, tmp_path):
-    told = refusal("--load", saved, "--ckpt-step", 3)
-    assert told.startswith("ConfigError: --ckpt-step: expected one of [2, 4]")
+def test_ckpt_step_loads_this_iteration_and_rejects_a_missing_one(saved, tmp_path):
+    error = refusal("--load", saved, "--ckpt-step", 3)
+    assert error.startswith("ConfigError: --ckpt-step: expected one of [2, 4]")
     again, metrics = tmp_path / "again", tmp_path / "metrics.jsonl"
     train("--load", saved, "--ckpt-step", 2, "--save", again, "--metrics-jsonl", metrics)
     assert sorted(losses(metrics)) == [3, 4]
     assert_same_tensors(read_checkpoint(again), read_checkpoint(saved))
 
 
-def test_finetuning_takes_the_weights_and_begins_anew(saved, tmp_path):
+def test_finetune_loads_weights_and_starts_at_iteration_0(saved, tmp_path):
     tuned_root, metrics = tmp_path / "tuned", tmp_path / "metrics.jsonl"
     flags = ["--finetune", "--lr", 0, "--save", tuned_root, "--metrics-jsonl", metrics]
     train("--load", saved, *flags)
@@ -149,7 +151,7 @@ def test_finetuning_takes_the_weights_and_begins_anew(saved, tmp_path):
     assert train_state(tuned_root, 4)["progress"]["consumed_samples"] == 16
 
 
-def test_the_optimizer_may_be_left_out_of_loading_and_of_saving(saved, tmp_path):
+def test_optimizer_states_can_be_left_out_of_loads_and_saves(saved, tmp_path):
     without = ["--no-load-optim", "--no-save-optim", "--save", tmp_path / "bare"]
     train("--load", saved, "--ckpt-step", 2, *without)
     bare = read_checkpoint(tmp_path / "bare")
@@ -158,9 +160,9 @@ def test_the_optimizer_may_be_left_out_of_loading_and_of_saving(saved, tmp_path)
     assert not all(torch.equal(bare[key], weights[key]) for key in bare), (
         "a fresh optimizer steps differently"
     )
-    told = refusal("--load", tmp_path / "bare")
-    assert told.startswith("CheckpointError: ")
-    assert "it lacks optimizer." in told
+    error = refusal("--load", tmp_path / "bare")
+    assert error.startswith("CheckpointError: ")
+    assert "it lacks optimizer." in error
 
 
 def weights_of(root: Path) -> dict[str, torch.Tensor]:
@@ -171,7 +173,7 @@ def weights_of(root: Path) -> dict[str, torch.Tensor]:
 
 @pytest.fixture(scope="module")
 def imported(saved: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The weights of iteration 2, and nothing else, in our format."""
+    """A checkpoint in fsdp_dtensor with the weights of iteration 2 only."""
     root = tmp_path_factory.mktemp("imported")
     tensors = {
         key: (tensor, whole(tensor))
@@ -185,9 +187,7 @@ def imported(saved: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same as a program with PyTorch FSDP2 saves it, an optimizer beside it: no file of
-    ours.
-    """
+    """The same weights, saved with an optimizer by `dcp.save` alone."""
     root = tmp_path_factory.mktemp("plain")
     train("--exit-interval", 2, "--ckpt-format", "torch_dcp", "--save", root / "dcp")
     weights = {
@@ -203,12 +203,10 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("name", ["imported", "plain"])
-def test_weights_without_a_run_are_loaded_where_weights_are_asked_for(
-    name, saved, tmp_path, request
-):
+def test_finetune_loads_checkpoints_that_have_weights_only(name, saved, tmp_path, request):
     root = request.getfixturevalue(name)
     frozen = ["--finetune", "--optimizer", "sgd", "--lr", 0, "--train-iters", 1]
-    # From the directory of checkpoints, and from the checkpoint's own.
+    # From the directory of checkpoints, and from the checkpoint itself.
     train("--load", root, *frozen, "--save", tmp_path / "one", world_size=2)
     train("--load", root / "iter_0000001", *frozen, "--save", tmp_path / "other")
     expected = {
@@ -222,7 +220,7 @@ def test_weights_without_a_run_are_loaded_where_weights_are_asked_for(
 
 
 @pytest.mark.parametrize("name", ["imported", "plain"])
-def test_weights_without_a_run_are_neither_damaged_nor_the_end_of_an_older_checkpoint(
+def test_resuming_from_weights_only_is_an_error_and_not_treated_as_damage(
     name, saved, tmp_path, request
 ):
     root = request.getfixturevalue(name)
@@ -235,10 +233,10 @@ def test_weights_without_a_run_are_neither_damaged_nor_the_end_of_an_older_check
         ["--load", root / "iter_0000001"],
         ["--save", tmp_path / "run"],
     ):
-        told = refusal(*flags)
-        assert told.startswith("CheckpointError: Expected the checkpoint of a run in ")
-        assert "--finetune loads its weights" in told
-        assert "whole" not in told
+        error = refusal(*flags)
+        assert error.startswith("CheckpointError: Expected the checkpoint of a run in ")
+        assert "--finetune loads its weights" in error
+        assert "whole" not in error
     names = sorted(
         path.name for path in (tmp_path / "run").iterdir() if path.name != "events.jsonl"
     )
@@ -247,57 +245,57 @@ def test_weights_without_a_run_are_neither_damaged_nor_the_end_of_an_older_check
 
 
 @pytest.mark.parametrize("ckpt_format", ["fsdp_dtensor", "torch_dcp"])
-def test_a_checkpoint_with_another_iterations_name_is_no_run_to_resume_but_its_weights_are_there(
-    ckpt_format, tmp_path
-):
+def test_a_renamed_checkpoint_cannot_be_resumed_but_its_weights_load(ckpt_format, tmp_path):
     root = tmp_path / "run"
     train("--ckpt-format", ckpt_format, "--save", root, "--save-interval", 2)
     (root / "iter_0000004").rename(root / "iter_0000009")
     (root / "latest_checkpointed_iteration.txt").write_text("9\n")
-    told = refusal("--load", root)
-    assert told.startswith("CheckpointError: ")
-    assert "to be that of iter_0000009, got 4" in told
+    error = refusal("--load", root)
+    assert error.startswith("CheckpointError: ")
+    assert "to be that of iter_0000009, got 4" in error
     assert (root / "iter_0000009").is_dir(), "it is not set aside"
     frozen = ["--finetune", "--optimizer", "sgd", "--lr", 0, "--train-iters", 1]
     train("--load", root, *frozen, "--ckpt-format", ckpt_format, "--save", tmp_path / "new")
     assert_same_tensors(weights_of(tmp_path / "new"), weights_of(root))
 
 
-def test_weights_of_another_model_are_refused_by_name(imported, plain, tmp_path):
+def test_finetune_rejects_weights_of_another_model_with_their_keys(imported, plain, tmp_path):
     more = ["--finetune", "--untie-embeddings-and-output-weights", "--hidden-size", 24]
     for root, prefix in ((imported, ""), (plain, "app.")):
-        told = refusal("--load", root, *more)
-        assert f"it lacks {prefix}model.output_layer.weight" in told
-        assert "where the model has (128, 24)" in told
+        error = refusal("--load", root, *more)
+        assert f"it lacks {prefix}model.output_layer.weight" in error
+        assert "where the model has (128, 24)" in error
     dcp.save({"mine": torch.ones(3)}, checkpoint_id=tmp_path / "iter_0000001", no_dist=True)
-    told = refusal("--load", tmp_path, "--finetune")
-    assert told.startswith("CheckpointError: Expected the weights of this model in")
+    error = refusal("--load", tmp_path, "--finetune")
+    assert error.startswith("CheckpointError: Expected the weights of this model in")
 
 
-def test_a_run_of_ours_that_has_lost_its_state_is_damaged_all_the_same(tmp_path):
+def test_a_checkpoint_that_lost_its_train_state_is_damaged(tmp_path):
     train("--ckpt-format", "torch_dcp", "--save", tmp_path / "run", "--save-interval", 2)
     (tmp_path / "run" / "iter_0000004" / "train_state.json").unlink()
     metrics = tmp_path / "metrics.jsonl"
     train("--load", tmp_path / "run", "--save", tmp_path / "new", "--metrics-jsonl", metrics)
-    assert sorted(losses(metrics)) == [3, 4], "it went on from iteration 2"
+    assert sorted(losses(metrics)) == [3, 4], "it resumed from iteration 2"
 
 
-def test_a_checkpoint_that_is_named_itself_is_the_one_that_is_loaded(saved, tmp_path):
-    """A directory without checkpoints means a fresh start, but not one that is a checkpoint."""
+def test_load_accepts_the_path_of_a_single_checkpoint(saved, tmp_path):
+    """A directory without checkpoints means a fresh start, unless it is itself a checkpoint."""
     train("--load", saved / "iter_0000002", "--save", tmp_path / "again")
     assert_same_tensors(read_checkpoint(tmp_path / "again"), read_checkpoint(saved))
-    told = refusal("--load", saved / "iter_0000002", "--ckpt-step", 2)
-    assert told.startswith("ConfigError: --ckpt-step: expected a directory of checkpoints")
-    # Beside newer ones it is no place to continue from, as with --ckpt-step.
+    error = refusal("--load", saved / "iter_0000002", "--ckpt-step", 2)
+    assert error.startswith("ConfigError: --ckpt-step: expected a directory of checkpoints")
+    # With newer checkpoints in --save it is rejected, as with --ckpt-step.
     assert "beyond iteration 2" in refusal("--load", saved / "iter_0000002", "--save", saved)
     shutil.copytree(saved, tmp_path / "damaged")
     (tmp_path / "damaged" / "iter_0000004" / "__0_0.distcp").write_bytes(b"")
-    told = refusal("--load", tmp_path / "damaged" / "iter_0000004")
-    assert told.startswith("CheckpointError: ")
-    assert "that is whole, got: " in told
+    error = refusal("--load", tmp_path / "damaged" / "iter_0000004")
+    assert error.startswith("CheckpointError: ")
+    assert "that is whole, got: " in error
 
 
-def test_the_loss_scaler_goes_on_with_the_optimizer_and_a_damaged_one_is_refused(saved, tmp_path):
+def test_the_loss_scaler_is_restored_with_the_optimizer_and_a_damaged_one_is_rejected(
+    saved, tmp_path
+):
     flags = ["--fp16", "--initial-loss-scale", 64, "--loss-scale-window", 3]
     train(*flags, "--save", tmp_path / "fp16", "--save-interval", 2)
     scaler = {"scale": 64.0, "growth_tracker": 2, "hysteresis_tracker": 2}
@@ -310,40 +308,40 @@ def test_the_loss_scaler_goes_on_with_the_optimizer_and_a_damaged_one_is_refused
 
     doubled = {"scale": 128.0, "growth_tracker": 1, "hysteresis_tracker": 2}
     assert train_state(tmp_path / "fp16", 4)["loss_scaler"] == doubled
-    # Of the format without digests: the other would notice the file before its content.
+    # In torch_dcp: the digests of fsdp_dtensor would reject the edited file itself.
     assert end_of("resumed", tmp_path / "fp16", "--ckpt-format", "torch_dcp") == doubled
     assert end_of("fresh", tmp_path / "fp16", "--no-load-optim") == scaler
     assert end_of("from_fp32", saved) == scaler, "which had none"
     state_file = tmp_path / "resumed" / "iter_0000004" / "train_state.json"
     state = json.loads(state_file.read_text())
     state_file.write_text(json.dumps({**state, "loss_scaler": {"scale": "large"}}))
-    told = refusal(*flags, "--load", tmp_path / "resumed")
-    assert told.startswith("CheckpointError: Expected the state of a loss scaler in")
+    error = refusal(*flags, "--load", tmp_path / "resumed")
+    assert error.startswith("CheckpointError: Expected the state of a loss scaler in")
 
 
-def test_a_damaged_counter_file_is_an_error_and_no_fresh_start(saved, tmp_path):
+def test_a_damaged_train_state_is_an_error_and_not_a_fresh_start(saved, tmp_path):
     copy = tmp_path / "copy"
     train("--load", saved, "--ckpt-step", 2, "--ckpt-format", "torch_dcp", "--save", copy)
     state_file = copy / "iter_0000004" / "train_state.json"
     whole = json.loads(state_file.read_text())
     for text in ("[", json.dumps(whole | {"schedule": {**whole["schedule"], "peak": "1e-2"}})):
         state_file.write_text(text)
-        told = refusal("--load", copy)
-        assert told.startswith("CheckpointError: ")
-        assert "train_state.json" in told
-    # Values that this run replaces or does not request may be wrong.
+        error = refusal("--load", copy)
+        assert error.startswith("CheckpointError: ")
+        assert "train_state.json" in error
+    # Invalid values are ignored if flags override them or if they are not loaded.
     state_file.write_text(json.dumps(whole | {"schedule": {"peak": "1e-2"}}))
     train("--load", copy, "--override-opt-param-scheduler", "--train-iters", 5)
     state_file.write_text("[")
     train("--load", copy, "--finetune", "--train-iters", 1)
 
 
-def test_a_loss_that_is_not_finite_ends_the_run_only_if_asked_to(tmp_path):
-    """A learning rate that is absurd makes the second loss infinite or NaN."""
+def test_a_non_finite_loss_ends_the_run_only_with_the_flag(tmp_path):
+    """An absurd learning rate makes the second loss infinite or NaN."""
     absurd = "--lr 1e30 --optimizer sgd --lr-decay-style constant --clip-grad 0".split()
     train(*absurd, "--metrics-jsonl", tmp_path / "metrics.jsonl")
     last = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-3])
     assert (last["iteration"], last["loss"]) == (4, None)
     assert last["nan_iterations"] == last["skipped_iterations"] == 3
-    told = refusal(*absurd, "--check-for-nan-in-loss")
-    assert told.startswith("NonFiniteLossError: Expected a finite loss in iteration 2")
+    error = refusal(*absurd, "--check-for-nan-in-loss")
+    assert error.startswith("NonFiniteLossError: Expected a finite loss in iteration 2")

@@ -44,7 +44,7 @@ def test_a_run_starts_from_the_directory_once_and_then_resumes_from_its_checkpoi
     assert losses(parts) == losses(whole)
 
 
-def test_a_folder_of_another_vocabulary_ends_the_run_and_names_the_flags(saved):
+def test_a_checkpoint_of_another_vocabulary_is_an_error_with_the_flags(saved):
     flags = [*MODEL, "--make-vocab-size-divisible-by", "8"]
     told = refusal(*flags, "--load-dcp", saved, "--dcp-key-map", TABLE)
     assert "vocabulary has 31 rows and this model's 32, which --vocab-size" in told

@@ -98,7 +98,7 @@ def fail_on(rank: int, iteration: int) -> Callable[[pytest.MonkeyPatch], None]:
 
 
 @pytest.mark.parametrize("flags", [(), ("--async-save",)])
-def test_a_save_that_fails_is_told_on_all_ranks_and_the_training_goes_on(tmp_path, flags):
+def test_a_failed_save_is_reported_on_all_ranks_and_training_continues(tmp_path, flags):
     flags = [*flags, "--save", tmp_path / "saved", "--save-interval", 1]
     runs = pretrain(*flags, world_size=2, disturb=fail_on(1, 2))
     for run in runs:

@@ -1,5 +1,5 @@
-"""A job on two hosts with addresses of their own and one folder of checkpoints, as Slurm and
-torchrun start it on a cluster. One host disappears and comes back; the run ends with the same bits.
+"""A job on two hosts with separate addresses and a shared directory of checkpoints, as Slurm and
+torchrun start it on a cluster. One host disappears and returns; the results are bit-equal.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def hosts(tmp_path: Path) -> Iterator[tuple[Host, Host]]:
 
 
 def launcher(host: Host) -> list[str]:
-    """What `examples/slurm` starts on each machine, with a quicker keep-alive."""
+    """Returns the command of `examples/slurm` for a host, with a shorter keep-alive."""
     return host.command(
         *(sys.executable, "-m", "megatron_hybrid", "launch"),
         *("--nnodes", "2", "--nproc-per-node", "2", "--max-restarts", "10"),
@@ -64,18 +64,18 @@ def test_hosts_have_separate_names_addresses_and_ports(hosts):
 
 
 @pytest.mark.wide
-def test_two_hosts_train_lose_one_and_resume_once_it_is_back(hosts, tmp_path):
+def test_a_job_of_two_hosts_resumes_after_a_lost_host_returns(hosts, tmp_path):
     undisturbed, job = Job(tmp_path / "undisturbed"), Job(tmp_path / "job")
     run_undisturbed(undisturbed, *FLAGS, num_ranks=4)
 
     first, second = hosts
-    # A pause in which a host is lost.
+    # A pause long enough to disconnect a host.
     pause = "slow:rank=any,step=6,seconds=20,times=1"
     flags = [*FLAGS, "--hang-timeout-seconds", "60", "--inject", pause]
     with started(job, launcher(first), *flags, log="log_1.txt", **LATE) as stays:
         with started(job, launcher(second), *flags, log="log_2.txt", **LATE) as goes:
             until(lambda: max(dict(job.losses()), default=0) >= 5, "five iterations on two hosts")
-            # As a host that loses its power: no process says goodbye, no connection is closed.
+            # Simulates a power failure: connections are not closed.
             second.set_link(is_up=False)
             for pid in [goes.pid, *children(goes.pid)]:
                 kill_process(pid)

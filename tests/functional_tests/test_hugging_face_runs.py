@@ -193,7 +193,7 @@ def test_hf_of_a_model_that_no_architecture_computes_is_rejected_before_the_firs
 @pytest.mark.parametrize(
     ("engine", "world_size"), [("offloaded", 2), ("torch_fsdp2", 2), ("unsharded", 1)]
 )
-def test_a_run_starts_from_the_directorys_weights_to_the_bit(
+def test_a_run_starts_from_the_directorys_weights_bit_for_bit(
     transformers, folder, tmp_path, engine, world_size
 ):
     metrics, begun = tmp_path / "metrics.jsonl", tmp_path / "begun"

@@ -32,7 +32,7 @@ ENGINES = {
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_a_run_resumes_to_the_bit_and_on_another_number_of_ranks(engine: str, tmp_path: Path):
+def test_a_run_resumes_bit_for_bit_and_on_another_number_of_ranks(engine: str, tmp_path: Path):
     flags = [*MUON, *ENGINES[engine], "--bf16"]
     alone = [*flags, *(["--expert-model-parallel-size", "1"] if engine == "experts" else [])]
     whole, parts, other = (tmp_path / f"{name}.jsonl" for name in ("whole", "parts", "other"))
@@ -79,7 +79,7 @@ def test_each_flag_of_muon_changes_the_result(tmp_path: Path):
 
 
 @pytest.mark.parametrize("precision", ["--bf16", "--fp16 --initial-loss-scale 524288"])
-def test_losses_are_equal_to_the_bit_at_every_offload_fraction(precision: str, tmp_path: Path):
+def test_losses_are_bit_equal_at_every_offload_fraction(precision: str, tmp_path: Path):
     """With several microbatches, clipping, and in fp16 steps that are skipped."""
     flags = [*MUON, *precision.split(), "--micro-batch-size", "1", "--clip-grad", "0.1"]
     flags += ["--hysteresis", "1"] if "fp16" in precision else []

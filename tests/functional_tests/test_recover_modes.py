@@ -35,7 +35,7 @@ from tests.helpers.ranks import run_ranks
 
 
 class Run(NamedTuple):
-    """How a run has ended on one rank."""
+    """The end of a run on one rank."""
 
     code: ExitCode
     error: str
@@ -93,9 +93,7 @@ def run(saved, tmp_path) -> Path:
 
 
 @pytest.mark.parametrize("mode", [(), ("--recover-mode", "on")])
-def test_a_run_goes_on_in_the_folder_of_its_own_checkpoints_and_comes_to_the_same_bits(
-    run, saved, tmp_path, mode
-):
+def test_a_run_resumes_from_its_save_directory_bit_for_bit(run, saved, tmp_path, mode):
     done = pretrain("--save", run, *mode, "--metrics-jsonl", tmp_path / "metrics")
     assert done.code == 0, done.error
     assert trained(tmp_path / "metrics") == [3, 4]
@@ -105,7 +103,7 @@ def test_a_run_goes_on_in_the_folder_of_its_own_checkpoints_and_comes_to_the_sam
     assert resumed["checkpoint"] == f"{run.resolve()}/iter_0000002"
 
 
-def test_without_a_checkpoint_auto_begins_and_on_refuses(tmp_path):
+def test_without_a_checkpoint_auto_starts_and_on_fails(tmp_path):
     done = pretrain("--save", tmp_path / "new", "--recover-mode", "on")
     assert done.code == ExitCode.BAD_CONFIGURATION
     assert (
@@ -116,13 +114,13 @@ def test_without_a_checkpoint_auto_begins_and_on_refuses(tmp_path):
     assert (resumed["iteration"], resumed["checkpoint"]) == (0, None)
 
 
-def test_off_refuses_a_folder_that_holds_a_run(run):
+def test_off_rejects_a_directory_with_checkpoints(run):
     done = pretrain("--save", run, "--recover-mode", "off")
     assert done.code == ExitCode.BAD_CONFIGURATION
     assert "--save: expected a directory without checkpoints beyond iteration 0" in done.error
 
 
-def test_what_load_says_holds_for_the_first_start_only(saved, tmp_path):
+def test_load_and_finetune_apply_to_the_first_start_only(saved, tmp_path):
     """Fine-tuned from another run's weights, stopped, and started by the same command."""
     flags = ["--load", saved, "--finetune", "--save", tmp_path / "tuned", "--save-interval", 1]
     whole = ["--load", saved, "--finetune", "--save", tmp_path / "whole"]
@@ -135,7 +133,7 @@ def test_what_load_says_holds_for_the_first_start_only(saved, tmp_path):
     assert [event["iteration"] for event in events(tmp_path / "tuned", "resume")] == [0, 3]
 
 
-def test_the_newest_intact_checkpoint_is_taken_and_the_damaged_one_set_aside(run, tmp_path):
+def test_the_newest_intact_checkpoint_is_loaded_and_the_damaged_one_set_aside(run, tmp_path):
     flip_last_weight(run / "iter_0000002", 0)
     done = pretrain("--save", run, "--metrics-jsonl", tmp_path / "metrics")
     assert done.code == 0
@@ -149,7 +147,7 @@ def test_the_newest_intact_checkpoint_is_taken_and_the_damaged_one_set_aside(run
     assert [name.split(".")[-1] for name in published(run) if "iter_0000002" in name] == ["damaged"]
 
 
-def test_with_none_intact_the_run_ends_and_a_relaunch_neither_begins_anew_nor_reads_them_again(run):
+def test_without_an_intact_checkpoint_the_run_ends_and_relaunches_do_not_retry(run):
     for name in published(run):
         flip_last_weight(run / name, 0)
     for restart, num_read in enumerate((2, 0, 0)):
@@ -164,7 +162,7 @@ def test_with_none_intact_the_run_ends_and_a_relaunch_neither_begins_anew_nor_re
     assert pretrain("--save", run).num_read == 2, "a launch by hand reads them again"
 
 
-def test_a_checkpoint_that_takes_a_damaged_ones_place_is_not_taken_for_it(run):
+def test_a_new_checkpoint_of_a_damaged_iteration_is_loaded(run):
     """A relaunch skips a damaged checkpoint, saves its iteration again, and dies; the next relaunch
     loads the new checkpoint.
     """
@@ -187,8 +185,8 @@ def test_a_checkpoint_that_takes_a_damaged_ones_place_is_not_taken_for_it(run):
 
 
 @pytest.mark.parametrize("flag", [("--no-load-optim",), ("--ckpt-step", "2")])
-def test_flags_that_say_how_a_run_begins_do_not_say_how_it_is_relaunched(run, tmp_path, flag):
-    """Loaded from the directory of --save."""
+def test_flags_for_the_first_start_do_not_apply_to_relaunches(run, tmp_path, flag):
+    """--load is the directory of --save."""
     flags = ["--load", run, "--save", run, "--save-interval", 1, *flag, "--check-for-nan-in-loss"]
     whole = shutil.copytree(run, tmp_path / "whole")
     assert pretrain("--load", whole, "--save", whole, *flag).code == 0
@@ -208,7 +206,7 @@ def test_flags_that_say_how_a_run_begins_do_not_say_how_it_is_relaunched(run, tm
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else value,
 )
-def test_flags_that_leave_out_a_part_hold_for_a_run_that_resumes_and_hold_once(
+def test_flags_that_skip_parts_of_a_checkpoint_apply_to_a_resume_once(
     run, saved, tmp_path, flag, begins
 ):
     """Restarted by the same command, it keeps its progress."""
@@ -238,8 +236,8 @@ def test_a_run_resumes_from_more_keys_than_its_model_has_by_strictness(tmp_path)
     assert [event["iteration"] for event in events(tmp_path / "run", "resume")] == [0, 2, 3]
 
 
-def test_a_run_that_gets_nowhere_is_given_up(run):
-    """Each start dies in the iteration after the checkpoint."""
+def test_a_run_without_progress_stops_relaunching(run):
+    """Each start fails in the iteration after the checkpoint."""
     flags = [
         "--save",
         run,
@@ -267,7 +265,7 @@ def test_relaunches_that_get_further_are_not_counted(run):
 
 
 @pytest.mark.parametrize("flags", [(), ("--async-save",)])
-def test_events_tell_what_became_of_each_save_in_order(tmp_path, flags):
+def test_events_record_the_outcome_of_each_save_in_order(tmp_path, flags):
     done = pretrain(
         "--save", tmp_path, "--save-interval", 1, "--inject", "disk-full:step=2", *flags
     )
@@ -293,7 +291,7 @@ def test_events_tell_what_became_of_each_save_in_order(tmp_path, flags):
 
 
 def test_seconds_between_saves_are_counted_by_each_rank_and_agreed(tmp_path):
-    """On the second rank alone they are over, in the third iteration."""
+    """The interval ends on the second rank only, in the third iteration."""
 
     def body(argv: list[str]) -> None:
         late = {"asked": 0}
@@ -317,13 +315,13 @@ def test_seconds_between_saves_are_counted_by_each_rank_and_agreed(tmp_path):
     assert early == ["iter_0000003"]
 
 
-def test_epochs_need_data_that_has_an_end(tmp_path):
+def test_saves_by_epoch_need_a_single_data_source(tmp_path):
     done = pretrain("--save", tmp_path, "--save-interval-epochs", 1)
     assert done.code == ExitCode.BAD_CONFIGURATION
     assert done.error.startswith("--save-interval-epochs: expected training data from one source")
 
 
-def test_an_evaluation_that_a_stop_left_out_is_made_up_for(tmp_path):
+def test_an_evaluation_skipped_by_a_stop_runs_after_the_resume(tmp_path):
     flags = ["--eval-interval", 2, "--save", tmp_path / "run", "--save-interval", 1]
     pretrain(*flags, "--exit-interval", 2, "--metrics-jsonl", tmp_path / "metrics")
     pretrain(*flags, "--metrics-jsonl", tmp_path / "metrics")
@@ -337,8 +335,8 @@ def test_an_evaluation_that_a_stop_left_out_is_made_up_for(tmp_path):
     assert evaluations(tmp_path / "whole")[0][0] == 2
 
 
-def test_log_lines_after_a_resume_are_those_of_a_run_that_was_not_stopped(tmp_path):
-    """The stop falls into an interval between two lines."""
+def test_log_lines_after_a_resume_equal_an_uninterrupted_run(tmp_path):
+    """The run stops between two log lines."""
     flags = ["--log-interval", 4, "--eval-iters", 0]
     whole = pretrain(*flags)
     pretrain(*flags, "--save", tmp_path, "--exit-interval", 3)
@@ -402,15 +400,15 @@ def test_a_run_without_time_to_save_exits_with_its_code_in_the_last_iteration_to
     assert published(tmp_path) == []
 
 
-def test_a_run_that_saves_nowhere_does_not_say_that_it_has_saved():
+def test_a_run_without_save_does_not_report_a_save():
     assert signalled(2) == (
         ExitCode.PREEMPTED_UNSAVED,
         "SIGTERM was received, and there is no --save",
     )
 
 
-def test_a_save_under_way_is_finished_before_a_run_leaves_that_has_no_time_for_another(tmp_path):
-    """It was started in the iteration before, and its disk is slow."""
+def test_a_save_in_flight_is_finished_if_there_is_no_time_for_another(tmp_path):
+    """The save started in the previous iteration, on a slow disk."""
 
     def body(argv: Sequence[str]) -> ExitCode:
         real_open = LocalStore.open_data
@@ -440,7 +438,7 @@ def test_a_save_under_way_is_finished_before_a_run_leaves_that_has_no_time_for_a
     assert [event["iteration"] for event in events(tmp_path, "save_published")] == [2]
 
 
-def test_an_evaluation_alone_takes_what_load_says_and_leaves_the_runs_events_alone(run, saved):
+def test_skip_train_evaluates_the_loaded_checkpoint_and_writes_no_events(run, saved):
     assert pretrain("--save", run, "--skip-train").log.count("starting from the beginning") == 1
     assert (
         "loaded checkpoint" in pretrain("--save", run, "--skip-train", "--recover-mode", "on").log
@@ -450,7 +448,7 @@ def test_an_evaluation_alone_takes_what_load_says_and_leaves_the_runs_events_alo
 
 
 @pytest.mark.parametrize("format_flags", [(), ("--ckpt-format", "torch_dcp")])
-def test_what_a_killed_save_has_left_is_swept_at_the_next_start(tmp_path, format_flags):
+def test_files_of_a_killed_save_are_deleted_at_the_next_start(tmp_path, format_flags):
     (tmp_path / "iter_0000003.saving").mkdir(parents=True)
     done = pretrain("--save", tmp_path, *format_flags)
     assert "swept what earlier runs left unfinished" in done.log

@@ -249,7 +249,7 @@ def test_padding_of_rows_is_sent_to_no_expert(
 @pytest.mark.parametrize(
     "engine", [[], OFFLOADED, ["--use-torch-fsdp2"]], ids=["megatron-fsdp", "offloaded", "fsdp2"]
 )
-def test_ranks_share_the_rows_and_resumed_runs_continue_to_the_bit(
+def test_ranks_share_the_rows_and_resumed_runs_continue_bit_for_bit(
     chats: Chats, tmp_path: Path, engine: list[str]
 ) -> None:
     expected = train(chats, tmp_path / "one", *engine)

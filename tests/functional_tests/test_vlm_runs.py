@@ -69,7 +69,7 @@ def test_a_resumed_run_has_the_losses_and_tensors_of_the_undisturbed_one(
 
 
 @pytest.mark.parametrize("world_size", [1, pytest.param(4, marks=pytest.mark.wide)])
-def test_a_checkpoint_loads_on_any_number_of_ranks_to_the_bit(
+def test_a_checkpoint_loads_on_any_number_of_ranks_bit_for_bit(
     shapes: Path, undisturbed: tuple[Path, dict[int, float]], tmp_path: Path, world_size: int
 ) -> None:
     root, _ = undisturbed
@@ -109,7 +109,7 @@ def test_unmasked_tokens_have_the_same_weight_at_any_microbatch_size(
 
 
 @pytest.mark.parametrize("frozen", [pytest.param("", marks=pytest.mark.wide, id="all"), "vision"])
-def test_offloaded_training_is_that_on_the_device_to_the_bit(
+def test_offloaded_training_of_a_vlm_is_bit_equal_to_training_on_the_device(
     shapes: Path, undisturbed: tuple[Path, dict[int, float]], tmp_path: Path, frozen: str
 ) -> None:
     more = ["--lr-multipliers", "vision=0.1", "decoder=2", "--save-interval", LAST - 1]
@@ -225,7 +225,7 @@ def save_theirs(transformers: Any, shapes: Path, folder: Path) -> Any:
     return model
 
 
-def test_a_folder_is_trained_and_exported_as_one_that_transformers_reads(
+def test_a_model_directory_is_trained_and_exported_for_transformers(
     transformers: Any, shapes: Path, tmp_path: Path
 ) -> None:
     folder, runs, out = (tmp_path / name for name in ("theirs", "runs", "out"))

@@ -68,7 +68,7 @@ def test_commands_connections_and_strange_files_are_reported(worker: Worker, eve
     assert any(event in each for each in found), found
 
 
-def test_a_file_that_is_written_outside_of_the_folder_is_reported(worker: Worker) -> None:
+def test_a_file_that_is_written_outside_of_the_directory_is_reported(worker: Worker) -> None:
     found = read(worker, "write", b"").problems()
     assert any("elsewhere" in each and "open(" in each for each in found), found
 

@@ -1,4 +1,4 @@
-"""Published checkpoints made by hand, chunk by chunk, for tests of what reads them."""
+"""Writes published checkpoints chunk by chunk, for tests of readers."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ class Cut(NamedTuple):
 
 
 def row_cuts(shape: Sequence[int], *num_rows: int) -> list[Cut]:
-    """Rows of a tensor: so many for rank 0, so many for rank 1, and so on; a rank without rows has
-    no chunk.
+    """Returns the chunks of a tensor given each rank's number of rows. A rank without rows has no
+    chunk.
     """
     cuts, first = [], 0
     for rank, number in enumerate(num_rows):
@@ -56,12 +56,12 @@ def row_cuts(shape: Sequence[int], *num_rows: int) -> list[Cut]:
 
 
 def whole(tensor: torch.Tensor, rank: int = 0) -> list[Cut]:
-    """The tensor as one chunk."""
+    """Returns the tensor as one chunk."""
     return [Cut((0,) * tensor.dim(), tuple(tensor.shape), rank)]
 
 
 def raw_bytes(tensor: torch.Tensor) -> bytes:
-    """The data of a tensor, row-major."""
+    """Returns the row-major bytes of a tensor."""
     return (
         tensor.clone(memory_format=torch.contiguous_format)
         .reshape(-1)
@@ -114,7 +114,7 @@ def write_checkpoint(
 
 
 def manifest_for(index: Index, rank: int, content: bytes | bytearray) -> Manifest:
-    """The manifest of a rank whose data file has this content."""
+    """Returns the manifest of a rank for the content of its data file."""
     digests = [
         digests_of(content[chunk.offset : chunk.offset + tensor.chunk_nbytes(chunk)])
         for tensor, chunk in index.chunks_by_rank.get(rank, ())
@@ -123,7 +123,7 @@ def manifest_for(index: Index, rank: int, content: bytes | bytearray) -> Manifes
 
 
 def mark(folder: Path, marker: Marker) -> None:
-    """Writes a marker that vouches for the files as they are now."""
+    """Writes a marker with the sizes and digests of the current files."""
     files = {}
     for name in files_of(marker.world_size):
         content = (folder / name).read_bytes()
@@ -133,34 +133,33 @@ def mark(folder: Path, marker: Marker) -> None:
 
 
 def mark_again(folder: Path, **changed: Any) -> None:
-    """The same for files that a test has exchanged, so that only what lies behind the marker can
-    notice.
+    """Updates the marker after a test replaced files, so that the marker does not reveal it.
 
     Args:
-        changed: members of the marker.
+        changed: fields of the marker to replace.
     """
     old = Marker.from_bytes((folder / MARKER_FILE).read_bytes(), "")
     mark(folder, replace(old, **changed))
 
 
 def read_index(folder: Path) -> Index:
-    """The index of a checkpoint, as it is."""
+    """Reads the index of a checkpoint."""
     return Index.from_bytes((folder / INDEX_FILE).read_bytes(), None, "")
 
 
 def read_manifest(folder: Path, rank: int) -> Manifest:
-    """The manifest of a rank, as it is."""
+    """Reads the manifest of a rank."""
     return Manifest.from_bytes((folder / manifest_file(rank)).read_bytes(), "")
 
 
 def chunks_of(folder: Path, rank: int) -> list[tuple[SavedTensor, SavedChunk]]:
-    """The chunks that a rank has written, in the order of its file."""
+    """Returns the chunks that a rank wrote, in the order of its file."""
     chunks = read_index(folder).chunks_by_rank[rank]
     return sorted(chunks, key=lambda each: each[1].offset)
 
 
 def blob_span(folder: Path, tensor: SavedTensor, chunk: SavedChunk) -> tuple[int, int]:
-    """Where the blob of a chunk, or plain data, starts in its file and where it ends."""
+    """Returns the start and end of a chunk's blob, or of plain data, in its file."""
     if tensor.key in read_index(folder).plain:
         return chunk.offset, chunk.offset + tensor.nbytes
     begin, nbytes = blob_place(tensor, chunk)
@@ -168,7 +167,7 @@ def blob_span(folder: Path, tensor: SavedTensor, chunk: SavedChunk) -> tuple[int
 
 
 def _add(content: bytearray, tensor: torch.Tensor, cut: Cut) -> SavedChunk:
-    """Adds the blob of a part of a tensor to a file."""
+    """Appends the blob of a part of a tensor to a file."""
     box = Box(cut.offsets, cut.sizes)
     part = tensor[box.slices()]
     header, footer = blob_frame(part.dtype, part.shape)

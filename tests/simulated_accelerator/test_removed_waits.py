@@ -376,7 +376,7 @@ def test_every_wait_has_a_scene_and_is_where_it_is_removed():
     "wait",
     [wait if wait == BY_DEFAULT else pytest.param(wait, marks=pytest.mark.wide) for wait in SCENES],
 )
-def test_a_removed_wait_is_noticed(wait):
+def test_a_removed_wait_is_detected(wait):
     case, behaviour = SCENES[wait]
     whole = run_ranks(2, _train, case, behaviour, None, device="sim", timeout=300)
     assert whole[0] == whole[1], "with all waits, ranks agree"
@@ -388,7 +388,7 @@ def test_a_removed_wait_is_noticed(wait):
     "wait",
     [pytest.param(wait, marks=pytest.mark.wide if "way" in wait else ()) for wait in HELD],
 )
-def test_a_removed_wait_that_no_order_of_lanes_shows_is_noticed_when_one_is_held(wait):
+def test_a_removed_wait_is_detected_by_holding_a_lane_if_no_order_reveals_it(wait):
     scene, case = HELD[wait]
     whole = run_ranks(2, scene, case, None, device="sim")
     assert run_ranks(2, scene, case, wait, device="sim") != whole

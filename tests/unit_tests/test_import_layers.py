@@ -12,8 +12,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 
-# From the lowest room up, with what a room is for. A file belongs to the longest name that its own
-# name starts with.
+# Rooms from the lowest up, with their contents. A file belongs to the room with the longest prefix
+# of its name.
 ROOMS: list[tuple[set[str], str]] = [
     ({"megatron.installation"}, "runs before any other import"),
     ({"megatron.core"}, "devices, lanes, memory, files, process groups"),
@@ -43,7 +43,7 @@ FILES = {
 
 
 def level(module: str) -> int:
-    """The index in ROOMS. KeyError for a file outside of all rooms."""
+    """Returns the index in ROOMS. Raises KeyError for a file outside of all rooms."""
     name = module
     while name not in LEVELS:
         if "." not in name:
@@ -72,7 +72,7 @@ def forbidden_imports(module: str, imports: list[str]) -> list[str]:
 
 
 def check_order(imports: Mapping[str, list[str]]) -> None:
-    """CycleError if there is no order in which every file comes after the files it imports."""
+    """Raises CycleError if imports form a cycle."""
     TopologicalSorter(imports).prepare()
 
 
@@ -93,11 +93,11 @@ def test_files_import_only_from_their_room_and_lower_ones():
     assert {module: names for module, names in found.items() if names} == {}
 
 
-def test_no_files_import_each_other_in_a_circle():
+def test_imports_have_no_cycles():
     check_order(IMPORTS)
 
 
-def test_an_import_from_a_higher_room_or_in_a_circle_would_be_found():
+def test_an_import_from_a_higher_room_or_in_a_cycle_is_detected():
     tree = ast.parse("def f():\n    from megatron.training.loop import Loop\n")
     imports = project_imports(tree)
     assert forbidden_imports("megatron.core.log", imports) == ["megatron.training.loop"]
@@ -113,7 +113,7 @@ PUBLIC_PACKAGES = {
     "megatron.core.optimizer",
     "megatron.core.optimizer.cpu_offloading",
 }
-# Those that look for another project's files before anything else is imported.
+# Packages that check for another project's files before other imports.
 GUARDS = {"megatron", "megatron.training"}
 GUARD = "from megatron.installation import check_installation\n\ncheck_installation()"
 
@@ -123,7 +123,7 @@ def test_packages_have_no_code_but_the_names_that_they_export():
         docstring, *rest = ast.parse(path.read_text()).body
         assert isinstance(docstring, ast.Expr), path
         package = ".".join(path.parent.relative_to(ROOT).parts)
-        if package == "megatron.core.optimizer":  # imports what it exports at the first use
+        if package == "megatron.core.optimizer":  # imports its exported names on first use
             module = importlib.import_module(package)
             assert [getattr(module, name).__name__ for name in module.__all__] == module.__all__
             assert not hasattr(module, "Unknown")

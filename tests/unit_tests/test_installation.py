@@ -17,7 +17,7 @@ import pytest
 from megatron.installation import check_files
 
 ROOT = Path(__file__).resolve().parents[2]
-# Of megatron-core 0.16.1, for the purpose: one file that we have too, and two that we have not.
+# Files of megatron-core 0.16.1: one that this project has too, and two that it does not have.
 FOREIGN = {
     "megatron/core/__init__.py": "import megatron.core.parallel_state  # theirs\n",
     "megatron/core/package_info.py": "MAJOR = 0\n",
@@ -40,7 +40,7 @@ def pip(*arguments: str | Path) -> None:
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Built as pip builds it, but without a compiler: the kernel would take most of the time."""
+    """Builds the wheel as pip does, without a compiler: the kernel would take most of the time."""
     source = tmp_path_factory.mktemp("source")
     for name in ("megatron", "megatron_hybrid"):
         ignored = shutil.ignore_patterns("__pycache__", "*.so")
@@ -105,7 +105,7 @@ def environment(tmp_path: Path) -> Environment:
     return Environment(tmp_path / "environment")
 
 
-def test_one_wheel_serves_every_python_and_has_two_packages_with_their_data(wheel: Path) -> None:
+def test_the_wheel_supports_every_python_and_has_two_packages_with_their_data(wheel: Path) -> None:
     assert "-py3-none-" in wheel.name
     assert not wheel.name.endswith("-any.whl"), "its library is of one platform"
     with zipfile.ZipFile(wheel) as archive:
@@ -123,7 +123,7 @@ def test_one_wheel_serves_every_python_and_has_two_packages_with_their_data(whee
     assert "\nObsoletes: megatron.core\n" in metadata
 
 
-def test_megatron_core_after_us_is_one_clear_line_at_every_import(
+def test_installing_megatron_core_afterwards_is_a_clear_error_at_every_import(
     wheel: Path, environment: Environment, tmp_path: Path
 ) -> None:
     environment.pip("install", "--no-deps", "--no-index", wheel)
@@ -142,7 +142,7 @@ def test_megatron_core_after_us_is_one_clear_line_at_every_import(
     (line,) = done.stderr.splitlines()
     assert line.startswith("python -m megatron_hybrid status: Expected ")
 
-    # It takes along what both have.
+    # pip deletes the files that both projects have.
     environment.pip("uninstall", "--yes", "megatron-core")
     line = environment.error_of("import megatron.training")
     assert "got an installation without megatron/core/__init__.py" in line
@@ -151,8 +151,10 @@ def test_megatron_core_after_us_is_one_clear_line_at_every_import(
     assert environment.error_of("import megatron.training") == ""
 
 
-def test_a_package_of_another_path_is_one_line_of_the_command(wheel: Path, tmp_path: Path) -> None:
-    """As in a clone of Megatron-LM that PYTHONPATH names: no line of our `megatron` is run."""
+def test_importing_megatron_from_another_path_is_an_error_of_one_line(
+    wheel: Path, tmp_path: Path
+) -> None:
+    """As with PYTHONPATH set to a clone of Megatron-LM, whose `megatron` is imported instead."""
     package = unpacked(wheel, tmp_path / "ours", {})
     other = tmp_path / "other" / "megatron" / "training"
     other.mkdir(parents=True)
@@ -167,7 +169,7 @@ def test_a_package_of_another_path_is_one_line_of_the_command(wheel: Path, tmp_p
     assert f"got that of another distribution at {other.parent}" in line
 
 
-def test_megatron_core_next_to_an_editable_installation_is_one_line(
+def test_megatron_core_next_to_an_editable_installation_is_an_error_of_one_line(
     wheel: Path, tmp_path: Path
 ) -> None:
     """Python finds the namespace `megatron` in site-packages before it calls setuptools' finder."""
@@ -200,7 +202,7 @@ import megatron.training
 
 
 def run_alone(statement: str) -> subprocess.CompletedProcess[str]:
-    """A program of a Python that has no packages but its own."""
+    """Runs a program with a Python that has only the standard library."""
     command = [sys.executable, "-I", "-S", "-c", statement]
     return subprocess.run(command, capture_output=True, text=True, timeout=600)
 
@@ -211,7 +213,7 @@ def error_of(statement: str) -> str:
 
 
 def unpacked(wheel: Path, folder: Path, files: Mapping[str, str | None]) -> Path:
-    """The wheel as pip would install it, with files that are changed, or taken away. Returns
+    """Unpacks the wheel as pip does, with changed or removed files. Returns the path of
     `megatron`.
     """
     with zipfile.ZipFile(wheel) as archive:
@@ -232,7 +234,7 @@ def unpacked(wheel: Path, folder: Path, files: Mapping[str, str | None]) -> Path
         ("megatron/core/package_info.py", "", "files of megatron-core too"),
     ],
 )
-def test_each_sign_of_foreign_files_is_enough(
+def test_each_sign_of_foreign_files_is_detected(
     wheel: Path, tmp_path: Path, name: str, text: str | None, message: str
 ) -> None:
     with pytest.raises(ImportError, match=message) as caught:
@@ -250,8 +252,8 @@ def test_files_of_this_project_may_be_edited_and_others_added(wheel: Path, tmp_p
     check_files(package)
 
 
-def test_the_question_costs_an_import_next_to_nothing(wheel: Path, tmp_path: Path) -> None:
-    """pip's metadata is one file of text here: the library that parses it takes longer than all of
+def test_the_check_adds_little_to_the_time_of_an_import(wheel: Path, tmp_path: Path) -> None:
+    """The check reads pip's metadata as text, since importing a parser would take longer than
     `import megatron`.
     """
     package = unpacked(wheel, tmp_path, {})
@@ -264,7 +266,7 @@ def test_the_question_costs_an_import_next_to_nothing(wheel: Path, tmp_path: Pat
 
 
 @pytest.mark.peer
-def test_the_real_megatron_core_is_noticed_in_either_order(wheel: Path, tmp_path: Path) -> None:
+def test_the_real_megatron_core_is_detected_in_either_order(wheel: Path, tmp_path: Path) -> None:
     """The other project is installed over this one, or this one over it, as by pip."""
     (theirs,) = (ROOT / ".venv-peers" / "megatron-core" / "lib").glob(
         "*/site-packages/megatron/core"
@@ -277,7 +279,7 @@ def test_the_real_megatron_core_is_noticed_in_either_order(wheel: Path, tmp_path
         with pytest.raises(ImportError, match="got files of megatron-core too"):
             check_files(package)
 
-    # Its own removal takes along what both have.
+    # Removing it deletes the files that both projects have.
     for path in theirs.rglob("*.py"):
         (after / "core" / path.relative_to(theirs)).unlink()
     with pytest.raises(
@@ -287,7 +289,7 @@ def test_the_real_megatron_core_is_noticed_in_either_order(wheel: Path, tmp_path
 
 
 @pytest.mark.wide
-def test_an_installation_does_the_main_job_from_an_empty_folder(
+def test_an_installation_trains_and_exports_from_an_empty_directory(
     wheel: Path, environment: Environment, tmp_path: Path
 ) -> None:
     """Runs in a separate environment with this one's packages except for this project."""

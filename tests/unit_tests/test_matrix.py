@@ -25,7 +25,7 @@ def script(path: Path, content: str) -> None:
 
 @pytest.fixture
 def machine(tmp_path, monkeypatch) -> Path:
-    """A machine with nothing but what a test puts into the directory, which is its PATH."""
+    """A machine whose PATH is an empty directory that tests fill."""
     folder = tmp_path / "bin"
     folder.mkdir()
     monkeypatch.setenv("PATH", str(folder))
@@ -42,7 +42,7 @@ def test_the_matrix_has_every_supported_python_and_the_torch_that_all_tests_run_
 
 
 @pytest.mark.parametrize("text", ["3.12", "3.12:2.11", "3:2.11.0", "3.12.1:2.11.0", ":"])
-def test_what_is_no_pair_of_versions_is_rejected(text):
+def test_an_invalid_pair_of_versions_is_rejected(text):
     with pytest.raises(ValueError, match=r"Expected versions like 3\.12:2\.11\.0, got"):
         Pair.parse(text)
 
@@ -65,7 +65,7 @@ def test_a_shim_that_does_not_run_is_skipped_for_the_interpreter_that_pyenv_inst
 
 
 @pytest.mark.usefixtures("machine")
-def test_a_python_that_is_missing_is_named_and_fails_the_run_unless_that_is_allowed(capsys):
+def test_a_missing_python_fails_the_run_unless_allowed(capsys):
     assert matrix.main(["3.10:2.12.1"]) == 1
     assert "Python 3.10, torch 2.12.1: not tested" in capsys.readouterr().out
     assert matrix.main(["--allow-missing", "3.10:2.12.1"]) == 0

@@ -2,10 +2,10 @@
 tokens. Row i is a function of the files, the split, the length of rows, the seed and i.
 
     PREFIX.bin/.idx         a sequence of tokens for each conversation
-    PREFIX_mask.bin/.idx    uint8, as many: 1 for tokens that are to be learned
+    PREFIX_mask.bin/.idx    uint8 per token: 1 for tokens in the loss
 
-Token files without a mask are text, all of which is to be learned. Files whose name has
-`_chat_document` in it are conversations, and never without a mask.
+Token files without a mask are text, and all of their tokens are in the loss. Files whose name
+contains `_chat_document` are conversations and must have a mask.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ from megatron.core.options import ConfigError
 
 logger = logging.getLogger(__name__)
 
-CHAT_SUFFIX = "_chat_document"  # of the prefixes that `preprocess --chat` writes
+CHAT_SUFFIX = "_chat_document"  # suffix of prefixes from `preprocess --chat`
 _SHOWN = 5
 _LENGTHS_AT_A_TIME = 1 << 20
 
 
 def mask_prefix(prefix: str | Path) -> str:
-    """The prefix of the files that mark the tokens to be learned."""
+    """Returns the prefix of the loss mask's files."""
     return f"{prefix}_mask"
 
 
 def has_mask(prefix: str | Path) -> bool:
-    """Whether token files are conversations: False means text.
+    """Returns whether token files are conversations. Otherwise they are text.
 
     Raises:
-        IndexedDatasetError: conversations whose mask is missing, or one of its files.
+        IndexedDatasetError: conversations without a mask, or with only one of its files.
     """
     mask = mask_prefix(prefix)
     paths = (bin_path(mask), idx_path(mask))
@@ -61,7 +61,7 @@ class AnswerFiles:
     """The files of conversations, or of text.
 
     Raises:
-        IndexedDatasetError: files that are missing, or do not fit each other.
+        IndexedDatasetError: files that are missing, or that do not match.
     """
 
     def __init__(self, prefix: str | Path) -> None:
@@ -102,18 +102,18 @@ class _Piece(NamedTuple):
 
 
 class AnswerDataset(NumberedDataset):
-    """Rows of documents, packed whole. Text longer than a row is divided; the rest of a row is
-    filled up with a document without targets.
+    """Rows of whole documents. Text longer than a row is divided. Rows are padded with a document
+    without targets.
 
-    A document of n tokens takes n - 1 places: its last token is a label only.
+    A document of n tokens takes n - 1 positions: its last token is a label only.
 
     Args:
-        files: of the conversations.
+        files: files of the conversations.
         documents: the split, as a range of sequences.
         num_samples: number of rows.
         seq_length: tokens per row.
-        seed: decides which documents share a row, and the order of rows.
-        filler: the token that fills up rows.
+        seed: seed of the packing and of the order of rows.
+        filler: the padding token.
         vocab_size: larger or equal token ids are rejected when they are read.
         is_cut: whether conversations longer than a row are truncated; a conversation with an empty
             loss mask in its first row is dropped.
@@ -122,7 +122,7 @@ class AnswerDataset(NumberedDataset):
         ConfigError: for conversations longer than a row, or none at all.
     """
 
-    # Lengths are of no fixed number.
+    # The number of lengths varies.
     collate = staticmethod(collate_rows)
 
     def __init__(
@@ -152,7 +152,7 @@ class AnswerDataset(NumberedDataset):
         self.samples_per_epoch = len(self._rows)
 
     def _pieces(self, documents: range, *, is_cut: bool) -> tuple[npt.NDArray[np.int64], ...]:
-        """The fields of the `_Piece`s of a split."""
+        """Returns the fields of the `_Piece`s of a split."""
         sequences = np.arange(documents.start, documents.stop, dtype=np.int64)
         lengths = self.files.tokens.gather_lengths(sequences).astype(np.int64) - 1
         sequences, lengths = sequences[lengths > 0], lengths[lengths > 0]
@@ -176,7 +176,7 @@ class AnswerDataset(NumberedDataset):
         return sequences, np.zeros_like(sequences), np.minimum(lengths, self.seq_length)
 
     def _without_answers(self, too_long: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Conversations with an empty loss mask in their first row. They are logged."""
+        """Returns, and logs, conversations with an empty loss mask in their first row."""
         mask = self.files.mask
         assert mask is not None, "text has no conversations"
         found = [
@@ -185,8 +185,8 @@ class AnswerDataset(NumberedDataset):
         if found:
             logger.warning(
                 "%s: dropped %d of %d conversations that --sft-truncate cuts, since their first %d "
-                "tokens have none of the assistant's, the first of them %s; raise --seq-length to "
-                "train on them",
+                "tokens are not in the loss, the first of them %s; raise --seq-length to train on "
+                "them",
                 self.files.prefix,
                 len(found),
                 len(too_long),
@@ -196,15 +196,15 @@ class AnswerDataset(NumberedDataset):
         return np.array(found, np.int64)
 
     def _sample(self, index: int) -> dict[str, Any]:
-        """Row `index`.
+        """Returns row `index`.
 
         Returns:
             "tokens", "labels", "positions": [seq_length] int64. "loss_mask": [seq_length] fp32, 1
-            where the label is to be learned. "lengths": of the documents. "padding": positions
-            that fill up the row, in a tuple.
+            for labels in the loss. "lengths": lengths of the documents. "padding": a tuple with the
+            number of padded positions.
 
         Raises:
-            IndexedDatasetError: files that cannot be used, or a token that has no embedding.
+            IndexedDatasetError: unusable files, or a token without an embedding.
         """
         tokens = np.full(self.seq_length, self._filler, np.int64)
         labels = np.full(self.seq_length, self._filler, np.int64)
@@ -239,7 +239,7 @@ class AnswerDataset(NumberedDataset):
         }
 
     def _checked(self, piece: _Piece) -> npt.NDArray[np.int64]:
-        """The tokens of a piece, and the one behind it."""
+        """Returns the tokens of a piece and the next one."""
         window = self.files.tokens.get(piece.sequence, piece.begin, piece.length + 1)
         window = window.astype(np.int64)
         check_vocabulary(window, self._vocab_size, self.files.prefix)

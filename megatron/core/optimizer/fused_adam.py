@@ -13,8 +13,8 @@ from megatron.core.optimizer.rules import Adam
 class FusedAdam(RuleOptimizer):
     """Adam and AdamW over plain tensors and DTensors.
 
-    The arithmetic is that of torch's fused AdamW, bit for bit except at the end of tensors whose
-    length is not a multiple of torch's vector width: see [Note: arithmetic] in kernels/adam.py.
+    Bit-equal to torch's fused AdamW, except at the end of tensors whose length is not a multiple of
+    the vector width: see [Note: arithmetic] in kernels/adam.py.
     `torch.uint8` as a dtype of moments means fp8 e4m3, as in TransformerEngine.
 
     Args:
@@ -85,7 +85,7 @@ class FusedAdam(RuleOptimizer):
             betas=betas,
             eps=eps,
             weight_decay=weight_decay,
-            # As an option of groups only where it differs: AdamW's groups do not have it.
+            # A group option only if it differs: AdamW's groups do not have it.
             **({} if bias_correction else {"bias_correction": False}),
         )
 

@@ -9,24 +9,24 @@ A step has three phases for each batch of parameters:
     3  elementwise      decay the weight, add the result
 
 The collectives of a batch are asynchronous, and batches overlap: while the rows of one travel, the
-matrices of the one before it are orthogonalized.
+matrices of the previous one are orthogonalized.
 
     batch 0    1  ->  2  ->  3
     batch 1           1  ->  2  ->  3
     batch 2                  1  ->  2  ->  3
 
-With states in host memory, the host has phases 1 and 3. Rows go up to the device and come down
-again in the memory of the new compute weights, so that they take no other. The host works on one
-batch while the device orthogonalizes another.
+With states in host memory, the host runs phases 1 and 3. Rows are copied to the device and back in
+the memory of the new compute weights, without additional buffers. The host works on one batch while
+the device orthogonalizes another.
 
-A matrix is copied to new memory before it is orthogonalized, wherever its rows came from, so its
-result has the same bits for any number of ranks. A rank sends each of its rows up to two times in
-bf16: to the owner, and back. So of P elements on N ranks it sends about 4 P / N bytes, if the costs
-of matrices can be balanced, and receives as many.
+A matrix is always copied to new memory before it is orthogonalized, so the result is bit-equal for
+any number of ranks. A rank sends each of its rows up to two times in bf16: to the owner, and back.
+For P elements on N ranks, it sends and receives about 4 P / N bytes if the costs of matrices can be
+balanced.
 
-All ranks have the same batches in the same order, whatever readers hold a rank's states back: see
-[Note: order of exchanges] in distributed/experts.py. A gradient that only some ranks have is found
-before the step, by `CollectiveHistory`.
+All ranks have the same batches in the same order, even if readers delay the states of one rank: see
+[Note: order of exchanges] in distributed/experts.py. Before the step, `CollectiveHistory` detects
+gradients that only some ranks have.
 """
 
 from __future__ import annotations
@@ -59,19 +59,19 @@ from megatron.core.optimizer.rule_states import LocalArray, PlannedUpdates, Upda
 
 
 class _AtOnce:
-    """A lane that is the thread which queues the work, and its current stream."""
+    """A lane that runs work immediately, in the calling thread and on its current stream."""
 
     def enqueue(self, work: Callable[[], object], after: Sequence[Event] = ()) -> Event:
-        del after  # done, or issued to that stream before
+        del after  # done, or already issued to this stream
         work()
         return ThreadEvent.done()
 
     def close(self) -> None:
-        """Nothing is queued."""
+        """Does nothing: no work is queued."""
 
 
 class DeviceLanes(NamedTuple):
-    """Where the part of a step that is the device's is done.
+    """The lanes that run the device's part of a step.
 
     Attributes:
         matrices: sends rows and orthogonalizes matrices.
@@ -86,12 +86,11 @@ class MatrixStep(NamedTuple):
     """The step of a parameter [rows, columns].
 
     Attributes:
-        num_rows: of each of the matrices that are stacked in it.
-        arrays: of the step, as `RuleStates.arrays` returns them; on the parameter's device or in
-            host memory.
-        passage: [rows, columns] bf16 or fp32, with arrays in host memory: takes the rows that go to
-            the device, and those that come back. May be the memory of `grad` and `out`, with
-            elements as large as theirs.
+        num_rows: rows of each of the matrices that are stacked in the parameter.
+        arrays: the arrays of the step, as in `RuleStates.arrays`; on the device or host.
+        passage: [rows, columns] bf16 or fp32, if the arrays are in host memory: a buffer for the
+            rows to the device and for the results. It may share memory with `grad` and `out` if the
+            elements have the same size.
     """
 
     parameter: torch.Tensor
@@ -102,12 +101,12 @@ class MatrixStep(NamedTuple):
 
 
 class _Route(NamedTuple):
-    """The ways of the rows of some parameters, in any step.
+    """The exchanges of the rows of some parameters, the same in every step.
 
     Attributes:
         steps: the parameters' indices.
-        group: of the ranks that exchange rows, in which a place is a rank; None: this rank alone.
-        rows: of each parameter, on this rank.
+        group: the ranks that exchange rows, where a place is a rank; None: this rank alone.
+        rows: this rank's rows of each parameter.
         sent, received: this rank's segments, in the order of the messages.
         sent_numels, received_numels: the sizes of the messages to and from each place.
     """
@@ -123,12 +122,12 @@ class _Route(NamedTuple):
 
 
 class MatrixBatch(NamedTuple):
-    """Parameters whose rows travel together.
+    """Parameters whose rows are exchanged together.
 
     Attributes:
-        scalars: of each parameter.
-        buffer: [sum of `route.sent_numels`] bf16: rows to send, and the results that come back.
-        passages: of offloaded parameters, rows in host memory, each with its place in `buffer`.
+        scalars: the constants of each parameter's step.
+        buffer: [sum of `route.sent_numels`] bf16: rows to send, then the received results.
+        passages: rows of offloaded parameters in host memory, each with its place in `buffer`.
         update, add: the elementwise phases.
     """
 
@@ -147,10 +146,10 @@ class MatrixBatch(NamedTuple):
 
 
 def check_matrices(parameter: torch.Tensor, num_rows: Sequence[int] | None) -> tuple[int, ...]:
-    """The rows of the matrices in a parameter.
+    """Returns the number of rows of each matrix in a parameter.
 
     Args:
-        num_rows: of each; None: the parameter is one matrix.
+        num_rows: rows of each matrix; None: the parameter is one matrix.
 
     Raises:
         ValueError: for a parameter without two dims, and for rows that are not all of its rows.
@@ -168,9 +167,9 @@ def check_matrices(parameter: torch.Tensor, num_rows: Sequence[int] | None) -> t
 
 
 def matrix_rows_of(group: Mapping[str, Any]) -> list[tuple[int, ...]]:
-    """For each parameter of a group of matrices the rows of the matrices in it.
+    """Returns the rows of the matrices in each parameter of a group.
 
-    ValueError for another number of `matrix_rows` than of parameters, and as `check_matrices`.
+    Raises ValueError if `matrix_rows` and the parameters differ in number, and as `check_matrices`.
     """
     parameters = group["params"]
     given = group.get("matrix_rows") or [None] * len(parameters)
@@ -180,14 +179,14 @@ def matrix_rows_of(group: Mapping[str, Any]) -> list[tuple[int, ...]]:
 
 
 class MatrixPass:
-    """Plans and carries out steps of matrices. Keeps their routes for the next step."""
+    """Plans and runs steps of matrices. Caches their routes for the next step."""
 
     def __init__(self) -> None:
         self._steps: list[MatrixStep] = []
         self._routes: list[_Route] = []
 
     def plan(self, steps: Sequence[MatrixStep]) -> list[MatrixBatch]:
-        """The batches of a step, in the order of all ranks. Reads and writes no array.
+        """Returns the batches of a step, in the same order on all ranks. Does not access arrays.
 
         Raises:
             ValueError: for a matrix of which other ranks on a kept axis hold some rows.
@@ -195,7 +194,7 @@ class MatrixPass:
         """
         if [*map(_identity, steps)] != [*map(_identity, self._steps)]:
             self._routes = _routes(steps)
-            # Without gradients, which would be kept in memory.
+            # The cache must not keep gradients alive.
             self._steps = [step._replace(arrays={}, passage=None) for step in steps]
 
         # Batches that are not in flight at the same time share memory.
@@ -218,8 +217,8 @@ class MatrixPass:
         kernel: Kernel,
         lanes: DeviceLanes = DeviceLanes(),  # noqa: B008 (immutable)
     ) -> list[Callable[[], None]]:
-        """The work on all batches, as functions that are called in order, on all ranks. Stage `n`
-        begins with the states of batch `n`; batch `n` has ended after stage `n + 2`.
+        """Returns the work on all batches, as functions that all ranks call in order. Stage `n`
+        starts batch `n`, which is done after stage `n + 2`.
         """
         arriving: dict[int, Callable[[], torch.Tensor]] = {}
         returning: dict[int, Callable[[], torch.Tensor]] = {}
@@ -251,7 +250,7 @@ class MatrixPass:
                 after = [orthogonalized.pop(number - 2)]
                 down = lanes.down.enqueue(partial(bring_down, number - 2), after)
                 down.synchronize()
-                # Only now: another lane may take the memory that was sent from.
+                # Not earlier: another lane could reuse the memory of the send buffer.
                 del returning[number - 2]
                 carry_out(batches[number - 2].add, 1.0, kernel)
 
@@ -288,14 +287,14 @@ def _route(batch: Batch, held: Sequence[HeldMatrices], group: dist.ProcessGroup 
 def _rows_by_place(
     parameter: torch.Tensor,
 ) -> tuple[dist.ProcessGroup | None, tuple[range, ...]]:
-    """The group of ranks that share the rows of a parameter, and the rows that each has."""
+    """Returns the group of ranks that share the rows of a parameter, and each rank's rows."""
     if not isinstance(parameter, DTensor):
         return None, (range(parameter.shape[0]),)
 
     mesh, fsdp_group = parameter.device_mesh, group_of(parameter)
     coordinate = mesh.get_coordinate()
-    assert coordinate is not None, "an optimizer is made by ranks of the mesh"
-    # A matrix is on one place of a kept axis, as an expert is.
+    assert coordinate is not None, "only ranks of the mesh create an optimizer"
+    # A matrix has one coordinate on a kept axis, like an expert.
     kept = (False,) * mesh.ndim if fsdp_group is None else fsdp_group.placements.is_kept
     axes = [
         axis
@@ -340,14 +339,14 @@ def _batch(route: _Route, steps: Sequence[MatrixStep], buffer: torch.Tensor) -> 
 def _rows_in(
     buffer: torch.Tensor, route: _Route, segments: Sequence[Segment]
 ) -> Iterator[torch.Tensor]:
-    """The places of segments in a buffer, as [rows, columns]."""
+    """Yields the views of segments in a buffer, as [rows, columns]."""
     numels = [route.division.numel(segment) for segment in segments]
     for segment, part in zip(segments, buffer.split(numels), strict=True):
         yield part.view(segment.num_rows, -1)
 
 
 def _orthogonalize(batch: MatrixBatch, received: torch.Tensor) -> None:
-    """Replaces all matrices by their orthogonalizations, where they were received."""
+    """Orthogonalizes all received matrices, in place."""
     route = batch.route
     parts: dict[int, list[tuple[Segment, torch.Tensor]]] = {}
     places = _rows_in(received, route, route.received)
@@ -356,7 +355,7 @@ def _orthogonalize(batch: MatrixBatch, received: torch.Tensor) -> None:
 
     for number, own in parts.items():
         parameter, _, *shape = route.division.matrices[number]
-        # With separate memory always, whose alignment may decide which kernel multiplies.
+        # Always copy: the alignment of the memory may decide which kernel multiplies.
         matrix = received.new_empty(shape)
         for segment, place in own:
             matrix.narrow(0, segment.first_row, segment.num_rows).copy_(place)
@@ -400,7 +399,7 @@ def _exchange(
         )
 
     def wait() -> torch.Tensor:
-        # By `what`, this function keeps `sent` alive, too.
+        # The closure of `what` keeps `sent` alive.
         with issuing(what(), received):
             work.wait()
         return received

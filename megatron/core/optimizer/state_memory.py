@@ -1,9 +1,8 @@
 """The memory of a rank's weights, gradients and optimizer states, on the device and on the host.
 
-Memory is counted, not elements: padding and what aligns an array count with it, and what two
-tensors share counts once, under the first of the names below. Single numbers, such as a parameter's
-count of steps, are left out. The memory of the CPU as a device counts as the device's; host memory
-is what `HybridDeviceOptimizer` holds.
+The bytes include padding and alignment. Memory that several tensors share is counted once, under
+the first of the names below. Scalars, such as a parameter's step counter, are not counted. If the
+CPU is the device, its memory is the device's; host memory is the memory of `HybridDeviceOptimizer`.
 """
 
 from __future__ import annotations
@@ -22,9 +21,9 @@ from megatron.core.optimizer.planning_optimizer import PlanningOptimizer
 from megatron.core.optimizer.state_tensors import MASTER
 
 COMPUTE, MAIN, GRADIENTS = "compute weights", "main weights", "gradients"
-SLOTS = "states on their way through"  # the device, which updates them
+SLOTS = "streamed states"  # buffers on the device for states that it updates
 _FIRST = (COMPUTE, MAIN, GRADIENTS)
-SHOWN = {COMPUTE: "weights on their way up"}  # labels of the host's states
+SHOWN = {COMPUTE: "new compute weights"}  # labels of the host's states
 
 
 class StateBytes(NamedTuple):
@@ -35,24 +34,24 @@ class StateBytes(NamedTuple):
 
 
 def state_memory(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, StateBytes]:
-    """The bytes of each state on this rank, between two steps.
+    """Returns the bytes of each state on this rank, between two steps.
 
-    Gradients that the optimizer reads count from the start, though they have memory only from the
-    backward until they are cleared. Weights and gradients that have memory only while a group is in
-    use count if it is. States count once the optimizer has them.
+    Gradients that the optimizer reads are always counted, although they are allocated only from the
+    backward until they are cleared. Gathered weights and whole gradients are counted while they are
+    allocated, and states once the optimizer has them.
 
     Args:
         model: plain, FSDP2's, or with FSDP groups; its parameters at rest.
         optimizer: any, over its parameters.
 
     Returns:
-        By name, in the order of a table. The host's numbers add up to
-        `HybridDeviceOptimizer.host_bytes`, and the states of optimizers that carry out no rule.
+        Bytes by name, in the order of the table. The sum of the host's bytes is
+        `HybridDeviceOptimizer.host_bytes` plus the states of PyTorch optimizers.
     """
     counter = _Counter(next((parameter.device.type for parameter in model.parameters()), "cpu"))
     ours = PlanningOptimizer.of(optimizer)
 
-    # Reading an offloaded optimizer's `state` would gather and wait for all of it.
+    # Reading `state` of an offloaded optimizer would wait for all updates.
     parameters = list(model.parameters())
     on_device = optimizer if ours is None else ours.device_optimizer
     states: Mapping[torch.Tensor, Mapping[str, Any]] = {} if on_device is None else on_device.state
@@ -84,7 +83,7 @@ def state_memory(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str
 
 
 def format_state_memory(table: Mapping[str, StateBytes]) -> str:
-    """Aligned lines: a state, its bytes on the device, and in host memory; and the sums."""
+    """Returns a table with a line per state: name, device bytes, host bytes; and the sums."""
     total = StateBytes(
         sum(row.device for row in table.values()), sum(row.host for row in table.values())
     )
@@ -103,8 +102,8 @@ def format_state_memory(table: Mapping[str, StateBytes]) -> str:
 
 
 def in_order(device: Mapping[str, int], host: Mapping[str, int]) -> dict[str, StateBytes]:
-    """Bytes by name on each side as a table's rows: weights and gradients first, the rest by name.
-    States without memory have no row.
+    """Returns the rows of the table: weights and gradients first, then states by name. Rows without
+    memory are left out.
     """
     ordered = [*_FIRST, *sorted((device.keys() | host.keys()).difference(_FIRST))]
     table = {name: StateBytes(device.get(name, 0), host.get(name, 0)) for name in ordered}
@@ -116,7 +115,7 @@ def _shown(nbytes: int) -> str:
 
 
 class _Counter:
-    """Adds up memory by name and side, every storage once."""
+    """Sums memory by name and side. Each storage is counted once."""
 
     def __init__(self, device_type: str) -> None:
         self._device_type = device_type
@@ -142,7 +141,7 @@ class _Counter:
         self._host[name] = self._host.get(name, 0) + nbytes
 
     def table(self) -> dict[str, StateBytes]:
-        """All bytes added so far; see `in_order`."""
+        """Returns the bytes added so far, as `in_order`."""
         return in_order(self._device, self._host)
 
 
@@ -158,7 +157,7 @@ def _count_group(
         counter.add(COMPUTE, weight.local_buffer)
     for tensor in group.codes.shown_tensors if group.codes is not None else ():
         counter.add(COMPUTE, tensor)
-    # An offloaded optimizer has counted the main weights that it updates.
+    # The offloaded optimizer has already counted the main weights that it updates.
     if not group.delivery.is_claimed_by(optimizer):
         counter.add(MAIN, group.main_weight.local_buffer, is_on_host=group.is_on_host)
     if group.main_grad is None:

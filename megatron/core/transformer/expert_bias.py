@@ -2,7 +2,7 @@
 
 An expert's bias counts where experts are chosen and not in the weights of their results, so moving
 it changes loads without a gradient that competes with the loss (Wang et al. 2024,
-arXiv:2408.15664). Why loads are balanced at all: [Note: balance] in docs/moe.md. The trainer calls
+arXiv:2408.15664). docs/moe.md explains why loads are balanced. The trainer calls
 `update_expert_bias` in each step that is not skipped; so does a training loop of another program,
 with the loads summed over its microbatches and ranks:
 

@@ -1,8 +1,9 @@
-"""The rows of our tensors in the tensors of another program's checkpoint. Integer arithmetic only.
+"""The rows of this project's tensors in the tensors of another program's checkpoint. Integer
+arithmetic only.
 
-A table (`dcp_key_map.py`) names the parts of each of their tensors, which are consecutive in each
-group of its rows. For a fused weight with four query heads and two key and value heads of three
-channels, in two groups:
+A table (`dcp_key_map.py`) lists the parts of each tensor of the other program, which are
+consecutive in each group of its rows. For a fused weight with four query heads and two key and
+value heads of three channels, in two groups:
 
     their rows       0 .. 5       6 .. 8   9 .. 11    12 .. 17     18 .. 20   21 .. 23
                      query 0, 1   key 0    value 0    query 2, 3   key 1      value 1
@@ -10,7 +11,7 @@ channels, in two groups:
     query: RowMap("wqkv", start=0, block=6, stride=12)
     key:   RowMap("wqkv", start=6, block=3, stride=12)
 
-The rows of a head may have another order in our model: see `HeadOrder`.
+The order of rows in a head may differ: see `HeadOrder`.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ WEIGHTS, MOMENTS = "model.", "optimizer.state."
 
 
 class HeadOrder(NamedTuple):
-    """The order of rows in heads whose rotary embedding pairs neighboring channels, where our model
+    """The order of rows in heads whose rotary embedding pairs neighboring channels. This project
     pairs channel i with channel i + half. For a head of six channels, of which four are rotated:
 
         our row     0  1  2  3  4  5
@@ -46,20 +47,20 @@ class HeadOrder(NamedTuple):
     num_turned: int
 
     def theirs(self) -> torch.Tensor:
-        """Returns their row for each of our rows of a head."""
+        """Returns the row in the checkpoint for each row of a head."""
         pairs = torch.arange(self.num_turned).view(-1, 2).T.flatten()
         return torch.cat([pairs, torch.arange(self.num_turned, self.num_rows)])
 
 
 @dataclass(frozen=True)
 class RowSource:
-    """The source of one of our tensors.
+    """The source of a tensor of this project.
 
     Attributes:
-        rows: its rows in their tensor; all rows for a counter of steps.
-        shape: the shape of our tensor; () for a counter.
+        rows: its rows in the checkpoint's tensor; all rows for a step counter.
+        shape: its shape; () for a step counter.
         theirs: the tensor in the checkpoint.
-        heads: the order of rows in each head; None for our order.
+        heads: the order of rows in each head; None: the same order.
     """
 
     rows: RowMap
@@ -70,12 +71,12 @@ class RowSource:
 
 @dataclass(frozen=True)
 class Sources:
-    """The sources of all our tensors in a directory.
+    """The sources of all tensors in a directory.
 
     Attributes:
-        ours: the sources by our key.
-        unknown: their tensors that the table does not name.
-        tied: our keys of weights that may be stored twice, each with the key of the first.
+        ours: the sources by this project's keys.
+        unknown: tensors of the checkpoint that the table does not list.
+        tied: this project's keys of weights that may be stored twice, with the key of the first.
     """
 
     ours: dict[str, RowSource]
@@ -94,8 +95,8 @@ def find_sources(tensors: Mapping[str, SavedTensor], key_map: KeyMap, path: str)
         path: the directory, for messages.
 
     Raises:
-        CheckpointError: listing all tensors that do not divide by the table, and all of our tensors
-            that are stored twice.
+        CheckpointError: listing all tensors that do not divide by the table, and all tensors that
+            are stored twice.
     """
     wanted = {key: each for key, each in tensors.items() if not _is_ignored(key, key_map.ignored)}
     weights = _best(key_map.weights, wanted, key_map)
@@ -103,7 +104,7 @@ def find_sources(tensors: Mapping[str, SavedTensor], key_map: KeyMap, path: str)
 
     # Without a prefix of weights, the key of a moment may look like that of a weight.
     reads = {key: _read(key, moments, key_map) or _read(key, weights, key_map) for key in wanted}
-    # A stack's counter of steps has no dim of matrices.
+    # The step counter of a stack has no dim of matrices.
     stacks = {
         read.name: min(wanted[key].shape[0], _MAX_MATRICES)
         for key, read in reads.items()
@@ -134,7 +135,7 @@ def find_sources(tensors: Mapping[str, SavedTensor], key_map: KeyMap, path: str)
 
 
 class _Read(NamedTuple):
-    """One of their keys, parsed."""
+    """A parsed key of the checkpoint."""
 
     name: str
     moment: str | None  # None: a weight
@@ -170,7 +171,7 @@ def _best(
 def _parts(
     theirs: SavedTensor, read: _Read, key_map: KeyMap, num_parts: int
 ) -> Iterator[RowSource]:
-    """Yields the source of each part of their tensor; none if its rows do not divide."""
+    """Yields the source of each part of a checkpoint's tensor; none if its rows do not divide."""
     rule = read.match.rule
     if not theirs.shape or (read.moment == STEP and theirs.shape == (1,)):
         for _ in range(num_parts):

@@ -7,7 +7,7 @@ writes (`holdings.py`), so the ranks write in parallel without communication:
     rows of this rank  ->  a buffer, in the file's dtype  ->  their offsets in the file
                    this thread                        a lane for the disk
 
-A `DataFileWriter` does it, as for `hf/` in a checkpoint. Once everything is on disk, one rename
+A `DataFileWriter` writes them, as for `hf/` in a checkpoint. Once everything is on disk, one rename
 publishes the draft:
 
     .gpt.4f0c93aa.writing/    next to `gpt`, the directory that it becomes
@@ -94,7 +94,7 @@ def prepare_draft(folder: Path) -> Path:
 
 
 def publish_draft(draft: Path, layout: FolderLayout, folder: Path) -> None:
-    """Brings the files of a draft to disk, checks them and renames the draft to `folder`.
+    """Syncs the files of a draft to disk, checks them and renames the draft to `folder`.
 
     Raises:
         CheckpointError: if a weight file is damaged, or if `folder` exists by now.

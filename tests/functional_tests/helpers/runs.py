@@ -1,4 +1,4 @@
-"""Small runs of `pretrain_gpt.py`: flags, ways to start and to disturb them, their output."""
+"""Small runs of `pretrain_gpt.py`: flags, launching, faults, and output."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.helpers.ranks import run_ranks
 ROOT = Path(__file__).resolve().parents[3]
 TIMEOUT = 600.0  # seconds
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-# The same arguments, to the project's own launcher.
+# The same arguments for `megatron_hybrid launch`.
 LAUNCHER = [sys.executable, "-m", "megatron_hybrid", "launch", *TORCHRUN[3:]]
 SETTINGS = [
     *(
@@ -38,7 +38,7 @@ SETTINGS = [
 
 
 def environment(**variables: str) -> dict[str, str]:
-    """This process's, without the variables of a torchrun that the tests may run under."""
+    """Returns this process's environment, without the variables of a surrounding launcher."""
     launchers = tuple("RANK WORLD_SIZE LOCAL_ GROUP_ ROLE_ MASTER_ TORCHELASTIC_ SLURM_".split())
     own = {name: value for name, value in os.environ.items() if not name.startswith(launchers)}
     return {**own, "OMP_NUM_THREADS": "1", **variables}
@@ -47,7 +47,7 @@ def environment(**variables: str) -> dict[str, str]:
 def execute(
     command: Sequence[str], timeout: float = TIMEOUT, cwd: Path = ROOT, **variables: str
 ) -> subprocess.CompletedProcess[str]:
-    """Runs a program to its end; in the repository, unless a test says otherwise."""
+    """Runs a program to its end, in `cwd`, by default the repository's root."""
     env = environment(**variables)
     return subprocess.run(
         command, cwd=cwd, env=env, capture_output=True, text=True, timeout=timeout
@@ -55,9 +55,9 @@ def execute(
 
 
 class Run(NamedTuple):
-    """How a run has ended on one rank."""
+    """The end of a run on one rank."""
 
-    error: str  # its type and message; empty if there is none
+    error: str  # type and message; empty without an error
     log: str
 
 
@@ -70,20 +70,20 @@ def pretrain(
     world_size: int = 1,
     disturb: Callable[[pytest.MonkeyPatch], None] = _undisturbed,
 ) -> list[Run]:
-    """A run, on each rank of which something is done first."""
+    """Runs `pretrain_gpt.py` after calling `disturb` on each rank."""
     answers = run_ranks(world_size, _run, [*SETTINGS, *map(str, flags)], disturb)
     return [Run(*answer) for answer in answers]
 
 
 def train(*flags: object, world_size: int = 1) -> str:
-    """A run that ends well; returns the first rank's log."""
+    """Runs `pretrain_gpt.py`, expects success, and returns rank 0's log."""
     runs = pretrain(*flags, world_size=world_size)
     assert [run.error for run in runs] == [""] * world_size
     return runs[0].log
 
 
 def refusal(*flags: object, world_size: int = 1) -> str:
-    """The error that a run ends with, which is the same on all ranks."""
+    """Returns the error of a run, which must be the same on all ranks."""
     (error,) = {run.error for run in pretrain(*flags, world_size=world_size)}
     return error
 
@@ -100,7 +100,7 @@ def _run(argv: list[str], disturb: Callable[[pytest.MonkeyPatch], None]) -> tupl
 
 
 def logged(argv: list[str], program: ModuleType = pretrain_gpt) -> str:
-    """A run on this rank; returns its log."""
+    """Runs a program on this rank and returns its log."""
     log = io.StringIO()
     with contextlib.redirect_stdout(log):
         program.run(argv)
@@ -127,13 +127,13 @@ def published(root: Path) -> list[str]:
 
 
 def trained(metrics: Path) -> list[int]:
-    """The iterations that a run has made."""
+    """Returns the iterations of a run."""
     records = [json.loads(line) for line in metrics.read_text().splitlines()]
     return [record["iteration"] for record in records if record["kind"] == "train"]
 
 
 def flip_last_weight(folder: Path, rank: int) -> None:
-    """Changes a bit in what one rank has written last of its share of the weights."""
+    """Flips a bit of the last weight in the data file of one rank."""
     tensor, chunk = next(
         each for each in reversed(chunks_of(folder, rank)) if each[0].key.startswith("model.")
     )

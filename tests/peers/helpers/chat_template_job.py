@@ -1,9 +1,9 @@
-"""Applies the chat templates that TRL has to conversations, as transformers does it.
+"""Applies TRL's chat templates to conversations with the transformers library.
 
-    python -m tests.peers.helpers.chat_template_job TOKENIZER REQUESTS ANSWERS
+    python -m tests.peers.helpers.chat_template_job TOKENIZER REQUESTS RESULTS
 
-`REQUESTS` has conversations by name, in JSON; `ANSWERS` gets the source of each template, and what
-`apply_chat_template` makes of each conversation: null where it raises.
+`REQUESTS` has conversations by name, in JSON. `RESULTS` gets the source of each template and the
+result of `apply_chat_template` for each conversation, null if it raised.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ SPECIAL = {"bos_token": "<s>", "eos_token": "</s>"}
 
 
 def template_folder() -> Path:
-    """The directory of TRL's templates, without importing TRL."""
+    """Returns TRL's directory of templates, without importing TRL."""
     spec = importlib.util.find_spec("trl")
     assert spec is not None, "the environment has it"
     assert spec.submodule_search_locations is not None, "it is a package"
@@ -28,7 +28,7 @@ def template_folder() -> Path:
 
 
 def apply(tokenizer: PreTrainedTokenizerFast, record: dict[str, Any]) -> dict[str, Any] | None:
-    """The tokens of a conversation, and which of them the template marks."""
+    """Returns the tokens of a conversation, and the mask of the tokens that the template marks."""
     try:
         found = tokenizer.apply_chat_template(
             record["messages"],
@@ -41,8 +41,8 @@ def apply(tokenizer: PreTrainedTokenizerFast, record: dict[str, Any]) -> dict[st
     return {"tokens": found["input_ids"], "mask": found["assistant_masks"]}
 
 
-def main(tokenizer_file: str, requests: str, answers: str) -> None:
-    """Answers the requests."""
+def main(tokenizer_file: str, requests: str, results: str) -> None:
+    """Renders all requests with all templates."""
     tokenizer = PreTrainedTokenizerFast(tokenizer_file=tokenizer_file, **SPECIAL)
     records = json.loads(Path(requests).read_text())
     found = {}
@@ -50,7 +50,7 @@ def main(tokenizer_file: str, requests: str, answers: str) -> None:
         tokenizer.chat_template = path.read_text()
         made = {name: apply(tokenizer, record) for name, record in records.items()}
         found[path.stem] = {"source": tokenizer.chat_template, "made": made}
-    Path(answers).write_text(json.dumps(found))
+    Path(results).write_text(json.dumps(found))
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ BENCHMARK = Benchmark(
 """
 
 
-def test_every_module_of_the_folder_is_a_benchmark_with_a_main():
+def test_every_module_of_the_package_is_a_benchmark_with_a_main():
     modules = {path.stem: path for path in BENCHMARKS.glob("*.py") if path.stem[:2] != "__"}
     found = registered()
     assert list(found) == sorted(modules)

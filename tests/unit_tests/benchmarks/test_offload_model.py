@@ -1,4 +1,4 @@
-"""What docs/offload.md says of machines that are not here is what the model of a step computes."""
+"""The computed table of docs/offload.md matches the step model."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def test_the_published_cost_of_a_whole_optimizer_on_the_host_is_reproduced(token
     assert found == pytest.approx(offload_model.PUBLISHED[tokens], rel=0.15)
 
 
-def test_the_stored_table_is_what_the_model_computes():
+def test_the_stored_table_matches_the_model():
     stored = stored_results(RESULTS)["offload_model"].result.facts[COMPUTED]["rows"]
     expected = [row for row in stored if row[1] == "1B"]
     assert [*offload_model.rows(["1B"])] == expected

@@ -176,7 +176,7 @@ def _trained() -> list[list[float]]:
     return found
 
 
-def test_a_machine_without_a_compiler_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_machine_without_a_compiler_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "")
     monkeypatch.delenv("CXX", raising=False)
     monkeypatch.delenv("CC", raising=False)
@@ -188,7 +188,7 @@ def test_a_machine_without_a_compiler_is_refused(monkeypatch: pytest.MonkeyPatch
             check_compiler(["cuda"])
 
 
-def test_folders_that_the_compiler_cannot_name_are_refused(
+def test_cache_directories_with_spaces_are_rejected(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/nowhere/a b")
@@ -200,7 +200,7 @@ def test_folders_that_the_compiler_cannot_name_are_refused(
 
 
 @pytest.mark.parametrize("name", ["self_attention", "mlp.linear_fc1"])
-def test_hooks_within_a_layer_are_refused(name: str) -> None:
+def test_hooks_within_a_layer_are_rejected(name: str) -> None:
     model = build()
     module = model.decoder.layers[1].get_submodule(name)
     module.register_forward_pre_hook(lambda *_: None)

@@ -11,7 +11,7 @@ from megatron.core.options import ConfigError
 from tests.helpers.ranks import run_ranks
 
 
-def test_a_gpu_that_is_not_there_is_refused(monkeypatch):
+def test_a_missing_gpu_is_an_error(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(
         ConfigError, match="--device: expected a device that this machine has, got 'cuda'"
@@ -19,7 +19,7 @@ def test_a_gpu_that_is_not_there_is_refused(monkeypatch):
         kind_of("cuda")
 
 
-def test_more_ranks_than_gpus_are_refused_on_all_of_them(monkeypatch):
+def test_more_ranks_than_gpus_are_rejected_on_all_of_them(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     with pytest.raises(
         ConfigError, match="at most one process for each of the 2 GPUs of this machine, got 3"

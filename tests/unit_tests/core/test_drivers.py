@@ -131,7 +131,7 @@ def test_a_worker_of_a_device_has_it_as_its_current_one(pretended):
 
 
 @pytest.mark.usefixtures("pretended")
-def test_pinning_for_a_kind_that_cannot_says_so():
+def test_pinning_for_an_unsupported_device_kind_raises():
     with pytest.raises(
         PinError, match="pin 4096 bytes of host memory, got: no way to pin memory for pretended"
     ):
@@ -153,7 +153,7 @@ def test_the_node_nearest_to_a_device_is_read_from_sysfs(
     assert Device("cpu").numa_node is None
 
 
-def test_a_gpu_is_found_in_sysfs_by_its_place_on_the_bus(monkeypatch):
+def test_a_gpu_is_found_in_sysfs_by_its_pci_address(monkeypatch):
     place = SimpleNamespace(pci_domain_id=0, pci_bus_id=0x3B, pci_device_id=0)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: place)
     assert CudaDriver().pci_address(0) == "0000:3b:00.0"
@@ -175,7 +175,7 @@ def test_free_memory_comes_before_all_of_it(monkeypatch):
     assert Device("cuda", 1).memory_info() == (2, 8)
 
 
-def test_the_error_of_a_refused_pin_is_not_left_for_the_next_kernel(monkeypatch):
+def test_the_cuda_error_of_a_failed_pin_is_cleared(monkeypatch):
     """CUDA keeps the last error until it is read, as every launch does."""
     left = ["out of memory"]
 
@@ -304,7 +304,7 @@ def test_a_pytorch_without_cuda_leaves_the_environment_alone(monkeypatch):
 
 @pytest.mark.usefixtures("starting_cuda")
 @pytest.mark.parametrize("use", [lambda d: d.is_available(), lambda d: d.make_current(0)])
-def test_the_environment_is_set_before_cuda_is_asked_for_anything(use, monkeypatch):
+def test_the_environment_is_set_before_cuda_is_used(use, monkeypatch):
     for name in PREPARED:
         monkeypatch.setenv(name, "")  # so that later settings go again
         monkeypatch.delenv(name)
@@ -356,7 +356,7 @@ def test_pytorch_reads_the_allocators_settings_after_it_has_been_imported():
     assert "neither" in done.stderr, "an error about the value"
 
 
-def test_collectives_of_a_gpu_start_in_the_order_of_their_launch_when_asked(monkeypatch):
+def test_collectives_on_a_gpu_start_in_launch_order_if_requested(monkeypatch):
     monkeypatch.setenv("NCCL_LAUNCH_ORDER_IMPLICIT", "0")
     Device("cuda").order_collectives()
     assert os.environ["NCCL_LAUNCH_ORDER_IMPLICIT"] == "0", "the user's"

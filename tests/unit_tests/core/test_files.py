@@ -21,7 +21,7 @@ def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
-def test_a_file_stands_under_its_name_only_once_it_is_whole(tmp_path):
+def test_a_file_has_its_name_only_once_it_is_complete(tmp_path):
     path = tmp_path / "file"
     with published(path) as stream:
         stream.write(b"content")
@@ -30,7 +30,7 @@ def test_a_file_stands_under_its_name_only_once_it_is_whole(tmp_path):
     assert names(tmp_path) == ["file"]
 
 
-def test_an_error_leaves_the_old_file_and_nothing_else(tmp_path):
+def test_an_error_leaves_only_the_old_file(tmp_path):
     path = tmp_path / "file"
     path.write_bytes(b"old")
 
@@ -64,7 +64,7 @@ def test_the_content_is_on_disk_before_the_rename_and_the_rename_before_it_retur
     [(Sync.CONTENT, ["sync", "rename"]), (Sync.NOTHING, ["rename"])],
     ids=lambda value: str(value),
 )
-def test_the_rename_is_the_last_step_for_a_reader_that_may_move_the_folder_at_once(
+def test_the_rename_is_the_last_operation_since_a_reader_may_move_the_directory(
     tmp_path, monkeypatch, sync, order
 ):
     found = []
@@ -85,7 +85,7 @@ def test_the_rename_is_the_last_step_for_a_reader_that_may_move_the_folder_at_on
     assert names(tmp_path) == ["moved"]
 
 
-def test_permissions_are_those_of_any_new_file(tmp_path):
+def test_permissions_equal_any_new_file(tmp_path):
     (tmp_path / "plain").write_bytes(b"")
     with files.published(tmp_path / "published"):
         pass
@@ -102,7 +102,7 @@ def test_a_file_is_read_whole_up_to_the_bound_and_not_beyond(tmp_path):
         read_regular(path, max_bytes=6, what="a marker")
 
 
-def test_a_file_that_says_nothing_of_its_size_is_read_up_to_the_bound(monkeypatch):
+def test_a_file_without_a_size_is_read_up_to_the_bound(monkeypatch):
     """Files of /proc are regular and have a size of 0, as has one that has grown since it was
     looked at.
     """
@@ -137,9 +137,7 @@ def test_only_regular_files_are_opened(tmp_path, monkeypatch, make, kind):
         read_regular(tmp_path / "file", max_bytes=10, what="a tracker")
 
 
-def test_a_fifo_that_takes_the_place_of_a_file_at_the_last_moment_is_refused_too(
-    tmp_path, monkeypatch
-):
+def test_a_fifo_that_replaces_a_file_before_it_is_opened_is_rejected(tmp_path, monkeypatch):
     path = tmp_path / "file"
     os.mkfifo(path)
     (tmp_path / "regular").touch()
@@ -151,7 +149,7 @@ def test_a_fifo_that_takes_the_place_of_a_file_at_the_last_moment_is_refused_too
         open_regular(path)
 
 
-def test_what_is_refused_leaves_no_descriptor_open(tmp_path, monkeypatch):
+def test_rejected_files_leave_no_open_descriptor(tmp_path, monkeypatch):
     path = tmp_path / "file"
     path.touch()
     before = names(Path("/proc/self/fd"))

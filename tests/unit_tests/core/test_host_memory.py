@@ -30,7 +30,7 @@ needs_proc = pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="r
 
 
 class PinningDevice(Device):
-    """Records calls of pin, and whether the memory is still there when it is unpinned."""
+    """Records pins, and whether the memory is still mapped when it is unpinned."""
 
     events: list[tuple[str, int, int]]
 
@@ -61,7 +61,7 @@ def resident_bytes() -> int:
 
 
 def mappings_of(address: int) -> list[str]:
-    """The line of this process's mappings that holds an address; none without a mapping there."""
+    """Returns the line of /proc/self/maps that contains an address; empty if it is not mapped."""
     lines = Path("/proc/self/maps").read_text().splitlines()
     ranges = [[int(end, 16) for end in line.split()[0].split("-")] for line in lines]
     return [
@@ -70,10 +70,10 @@ def mappings_of(address: int) -> list[str]:
 
 
 def flags_of(address: int) -> set[str]:
-    """The kernel's flags of the mapping that holds an address.
+    """Returns the kernel's flags of the mapping that contains an address.
 
-    The address and the flags are of one reading: a mapping that other allocations share, the heap
-    above all, may grow between two.
+    Mapping and flags are from one read: a shared mapping such as the heap may grow between two
+    reads.
     """
     is_inside = False
     for line in Path("/proc/self/smaps").read_text().splitlines():
@@ -86,7 +86,7 @@ def flags_of(address: int) -> set[str]:
     raise AssertionError(f"nothing is mapped at {address:#x}")
 
 
-def test_a_slab_has_the_size_that_was_asked_for_and_no_array_beyond_it():
+def test_a_slab_has_the_requested_size_and_rejects_arrays_beyond_it():
     memory = slab(1001)
     assert memory.nbytes == 1001
     assert memory.tensor(1000, 1, torch.uint8).numel() == 1
@@ -103,7 +103,7 @@ def test_a_slab_has_the_size_that_was_asked_for_and_no_array_beyond_it():
             memory.tensor(offset, numel, dtype)
 
 
-def test_what_the_system_does_not_map_is_rejected_by_name():
+def test_a_failed_allocation_has_the_purpose_in_its_error():
     with pytest.raises(
         HostMemoryError, match=r"Expected 1048576\.00 TiB of host memory for moments, got: "
     ):
@@ -136,7 +136,7 @@ def test_the_builder_adds_up_aligned_arrays_that_do_not_overlap_and_end_with_the
 
 
 @needs_proc
-def test_memory_is_given_back_with_the_last_array():
+def test_memory_is_released_with_the_last_array():
     before = resident_bytes()
     memory = slab(64 * MIB)
     assert resident_bytes() - before < 8 * MIB, "not resident until it is touched"
@@ -195,9 +195,7 @@ def test_a_forked_process_unpins_nothing(pinning, monkeypatch):
 
 
 @needs_proc
-def test_memory_that_cannot_be_pinned_is_given_back_while_the_error_is_handled(
-    pinning, monkeypatch
-):
+def test_memory_is_released_if_it_cannot_be_pinned(pinning, monkeypatch):
     def refuse(_: Device, address: int, nbytes: int) -> None:
         refused.append((address, nbytes))
         raise PinError("Expected to pin.")
@@ -210,10 +208,10 @@ def test_memory_that_cannot_be_pinned_is_given_back_while_the_error_is_handled(
     assert caught.tb is not None
     assert nbytes == 8 * MIB
     assert mappings_of(address) == []
-    assert pinning.events == [], "what was not pinned is not unpinned"
+    assert pinning.events == [], "memory that was not pinned is not unpinned"
 
 
-def test_a_refused_pin_names_the_limit_and_the_way_on(monkeypatch):
+def test_the_error_of_a_failed_pin_has_the_limit_and_the_flags_to_change(monkeypatch):
     calls = []
     driver = SimpleNamespace(
         cudaHostRegister=lambda *args: calls.append(args) or 2,
@@ -241,11 +239,11 @@ def test_a_refused_pin_names_the_limit_and_the_way_on(monkeypatch):
     del memory
     gc.collect()
     assert calls[-1] == address
-    assert len(calls) == 3, "what was not pinned is not unpinned"
+    assert len(calls) == 3, "memory that was not pinned is not unpinned"
 
 
 @pytest.mark.gpu
-def test_a_gpu_takes_a_slab_for_pinned_memory_until_it_is_gone():
+def test_cuda_reports_a_slab_as_pinned_until_it_is_freed():
     device = Device.for_rank("cuda", 0, 1)
     memory = slab(4 * MIB, device, is_pinned=True)
     array = memory.tensor(0, MIB, torch.float32)
@@ -264,7 +262,7 @@ NEEDS = [HostNeed("main weights", 12 * GIB, False), HostNeed("gradients", 4 * GI
     "limits",
     [HostLimits(32 * GIB, None), HostLimits(None, 32 * GIB), HostLimits(32 * GIB, 1 << 50)],
 )
-def test_the_tightest_limit_counts_to_the_byte(limits):
+def test_the_smallest_limit_applies_to_the_byte(limits):
     check_host_memory(NEEDS, num_local_ranks=2, limits=limits)
     with pytest.raises(HostMemoryError):
         check_host_memory(
@@ -274,7 +272,7 @@ def test_the_tightest_limit_counts_to_the_byte(limits):
         check_host_memory(NEEDS, num_local_ranks=3, limits=limits)
 
 
-def test_without_known_limits_everything_passes(tmp_path):
+def test_any_size_passes_without_known_limits(tmp_path):
     limits = HostLimits.read(tmp_path / "proc", tmp_path / "cgroup")
     assert limits == HostLimits(None, None)
     check_host_memory(NEEDS, num_local_ranks=1000, limits=limits)
@@ -331,7 +329,7 @@ VERSION_1 = "9:cpuset:/other\n4:cpu,memory:/job\n0::/"
     ],
     ids=["over its limit", "page cache", "parents", "version 1", "version 1 without a limit"],
 )
-def test_the_tightest_cgroup_counts_and_page_cache_is_available(
+def test_the_smallest_cgroup_limit_applies_and_page_cache_is_available(
     tmp_path, membership, files, available
 ):
     assert read_limits(tmp_path, membership, files) == HostLimits(5 * 1024, available)

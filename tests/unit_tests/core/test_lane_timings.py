@@ -1,4 +1,4 @@
-"""Timings of the offloaded optimizer's lanes: recorded where they work, without effect."""
+"""Timings of the offloaded optimizer's lanes, which do not change results."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def done(work: Callable[[], object]) -> RelayedEvent:
     return relay(lane, lambda: lane.enqueue(work))
 
 
-def test_a_recorder_that_is_dropped_is_gone_without_the_garbage_collector():
+def test_a_recorder_is_freed_without_the_garbage_collector():
     gc.disable()
     try:
         recorder = TimingRecorder(CPU, has_lanes=True, clock=Clock())
@@ -94,7 +94,7 @@ def test_times_are_means_over_steps_and_the_rate_is_bytes_over_the_hosts_time():
     assert recorder.collect() is None, "each step counts once"
 
 
-def test_a_step_counts_when_nothing_of_it_is_left_to_do():
+def test_a_step_is_collected_once_all_of_its_work_is_done():
     clock = Clock()
     recorder = TimingRecorder(CPU, has_lanes=True, clock=clock)
     first = recorder.begin()
@@ -112,7 +112,7 @@ def test_a_step_counts_when_nothing_of_it_is_left_to_do():
     assert (got.num_steps, got.host) == (1, 3.0)
 
 
-def test_without_lanes_the_computation_waits_for_all_of_it():
+def test_without_lanes_all_work_counts_as_waiting():
     clock = Clock()
     recorder = TimingRecorder(CPU, has_lanes=False, clock=clock)
     step = recorder.begin()
@@ -125,10 +125,10 @@ def test_without_lanes_the_computation_waits_for_all_of_it():
         == (got.d2h, got.host, got.h2d)
         == (1.0, 2.0, 4.0)
     )
-    assert got.host_bytes_per_second is None, "of bytes that are not known"
+    assert got.host_bytes_per_second is None, "the number of bytes is unknown"
 
 
-def test_waits_of_lanes_that_are_threads_are_not_the_computations():
+def test_waits_of_other_lanes_do_not_count_as_waits_of_the_computation():
     clock = Clock()
     recorder = TimingRecorder(CPU, has_lanes=True, clock=clock)
 
@@ -199,7 +199,7 @@ def weights(model: nn.Module) -> list[torch.Tensor]:
     ],
 )
 @on_ranks(2)
-def test_recording_changes_no_bit_at_any_fraction_under_delays(settings: dict[str, Any]) -> None:
+def test_recording_is_bit_equal_at_any_fraction_with_delays(settings: dict[str, Any]) -> None:
     initial = weights(make()[0])
     for fraction in (0.5, 1.0):
         results = []
@@ -222,13 +222,13 @@ def test_recording_changes_no_bit_at_any_fraction_under_delays(settings: dict[st
 
 
 @on_ranks(2)
-def test_the_pass_over_bf16_gradients_moves_28_bytes_an_element() -> None:
+def test_an_update_with_bf16_gradients_moves_28_bytes_per_element() -> None:
     model, optimizer = make(records_timings=True)
     train(model, optimizer, 3)
     timings = optimizer.timings()
     numel = sum(local_tensor(parameter).numel() for parameter in model.parameters())
-    # Per element: gradient and new weight in bf16, main weight and both moments in fp32 and both
-    # ways.
+    # Per element: a bf16 gradient is read and a bf16 weight written; the fp32 main weight and both
+    # moments are read and written.
     assert timings.host_bytes == 28 * numel
     assert timings.host_bytes_per_second == timings.host_bytes / timings.host
     sgd = torch.optim.SGD
@@ -236,11 +236,11 @@ def test_the_pass_over_bf16_gradients_moves_28_bytes_an_element() -> None:
     train(model, optimizer, 1)
     timings = optimizer.timings()
     assert timings.host > 0
-    assert timings.host_bytes_per_second is None, "nobody knows what other optimizers read"
+    assert timings.host_bytes_per_second is None, "the traffic of other optimizers is unknown"
 
 
 @on_ranks(1)
-def test_the_recorder_keeps_neither_buckets_nor_events() -> None:
+def test_the_recorder_does_not_keep_buckets_and_events_alive() -> None:
     model, optimizer = make(records_timings=True, **ALL)
     train(model, optimizer, 2)
     optimizer.synchronize()

@@ -68,7 +68,7 @@ def test_an_error_surfaces_where_it_is_waited_for_with_the_traceback_of_the_work
     assert len(depths) == 1, "waiting again does not pile up tracebacks"
 
 
-def test_a_failed_lane_and_what_depends_on_it_run_nothing_more_and_others_go_on(lanes):
+def test_a_failed_lane_and_its_dependents_stop_and_other_lanes_continue(lanes):
     """A rank that has missed one collective must not send another one in its place."""
     ran = []
     lanes[0].enqueue(fail)

@@ -168,7 +168,7 @@ def test_an_integer_is_one_that_64_bits_hold():
             unbounded.check(value)
 
 
-def test_what_is_shown_of_a_value_is_one_line_of_bounded_length():
+def test_values_in_messages_are_one_line_of_bounded_length():
     assert shown("a\x1b[2J\n\u202e") == repr("a\x1b[2J\n\u202e")
     assert shown((0.5, "a", None)) == "(0.5, 'a', None)"
     assert shown(10**5000) == "an integer of 16610 bits"
@@ -210,7 +210,7 @@ class Related:
         ({"every": 3, "mode": "odd"}, "--mode: expected one of plain, rich, got 'odd'."),
     ],
 )
-def test_an_option_that_is_given_without_what_it_needs_is_named_in_one_line(values, message):
+def test_an_option_without_its_requirement_is_an_error_of_one_line(values, message):
     with pytest.raises(ConfigError) as error:
         Related(**values)
     assert str(error.value) == message
@@ -228,7 +228,7 @@ def test_an_option_that_is_given_without_what_it_needs_is_named_in_one_line(valu
         {"elsewhere": 2},
     ],
 )
-def test_an_option_with_what_it_needs_is_taken(values):
+def test_an_option_with_its_requirement_is_accepted(values):
     names = [field.name for field in given_options(Related(**values))]
     assert names == [name for name in values if values[name] != getattr(Related(), name)]
 
@@ -247,7 +247,7 @@ class Neighbour:
         (Neighbour(x="here", y=True), None),
     ],
 )
-def test_what_an_option_needs_of_another_class_is_checked_where_both_are_known(neighbour, message):
+def test_requirements_on_another_class_are_checked_where_both_are_known(neighbour, message):
     related = Related(elsewhere=2)
     if message is None:
         check_needs([related, neighbour])
@@ -258,5 +258,5 @@ def test_what_an_option_needs_of_another_class_is_checked_where_both_are_known(n
     check_needs([neighbour, Related()])
 
 
-def test_what_is_granted_need_not_be_given():
+def test_granted_requirements_need_not_be_given():
     check_needs([Related(elsewhere=2), Neighbour(y=True)], granted=["x"])

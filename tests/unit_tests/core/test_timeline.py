@@ -58,7 +58,7 @@ def test_phases_and_waits_lie_in_their_iteration():
     assert recorded(timeline, clock) == [*expected(20, 0.0), *expected(21, 3.5)]
 
 
-def test_work_is_recorded_if_the_timeline_is_open_when_it_begins():
+def test_work_is_recorded_if_the_timeline_is_open_when_it_starts():
     clock = Clock()
     timeline = Timeline(CPU, clock)
     before, within, after = (

@@ -1,4 +1,4 @@
-"""`python -m megatron_hybrid`: which program it runs, its name, and what it says instead."""
+"""`python -m megatron_hybrid`: commands, their names and help, and errors."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_errors_are_one_line_with_the_command(argv, code, line, tmp_path, monkey
         raise SystemExit(status)
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(exits, "exit_process", end)  # which would end this process
+    monkeypatch.setattr(exits, "exit_process", end)  # would end this process
     try:
         status: Any = main(argv)
     except SystemExit as ended:
@@ -128,7 +128,7 @@ atexit.register(lambda: print(sorted({{"torch", "numpy"}} & {{*sys.modules}})))
     assert done.stdout.splitlines()[-1] == "[]"
 
 
-def test_status_is_told_without_torch(tmp_path):
+def test_status_runs_without_torch(tmp_path):
     (tmp_path / "iter_0000500").mkdir()
     code = (
         "import sys; from megatron_hybrid.command_line import main; "

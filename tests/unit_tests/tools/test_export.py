@@ -1,4 +1,4 @@
-"""From a run's checkpoint to a model that the transformers library loads, and to text again."""
+"""Exports and `generate`: from a run's checkpoint to the transformers library and to text."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:Us
 
 
 def train(project: str, argv: list[str]) -> None:
-    """A run that is started in the folder `project`."""
+    """Trains in the directory `project`."""
     before = Path.cwd()
     os.chdir(project)
     try:
@@ -46,7 +46,7 @@ def train(project: str, argv: list[str]) -> None:
 
 @pytest.fixture(scope="module")
 def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder in which a run was started with relative paths, on two ranks."""
+    """A directory in which two ranks trained with relative paths."""
     folder = tmp_path_factory.mktemp("project")
     train_bpe([TEXT], 300, folder / "data" / "tokenizer.json")
     run_ranks(2, train, str(folder), SETTINGS)
@@ -55,7 +55,7 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Another folder, in which the calls are made."""
+    """Another directory, which is the current one during the test."""
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -66,13 +66,13 @@ def written(capsys: pytest.CaptureFixture[str], *flags: str | Path) -> str:
 
 
 def refused(capsys: pytest.CaptureFixture[str], *argv: str | Path) -> str:
-    """The one line that the checkpoint tool says."""
+    """Returns the line that the checkpoint program prints before it exits with 2."""
     assert checkpoint.main(list(map(str, argv))) == 2
     (line,) = capsys.readouterr().err.splitlines()
     return line
 
 
-def test_transformers_computes_our_logits_from_an_exported_run(project, elsewhere, capsys):
+def test_transformers_computes_the_same_logits_from_an_exported_run(project, elsewhere, capsys):
     transformers = pytest.importorskip("transformers")
     run = project / "runs" / "mine"
     exported = ["export", str(run), "gpt", "--dtype", "fp32"]
@@ -111,7 +111,7 @@ def chat_tokenizer(folder: Path) -> Path:
     return folder
 
 
-def test_a_run_from_scratch_hands_on_its_chat_template_and_special_tokens(elsewhere):
+def test_exports_of_a_run_from_scratch_have_its_chat_template_and_special_tokens(elsewhere):
     transformers = pytest.importorskip("transformers")
     source = chat_tokenizer(elsewhere / "chat")
     settings = [word if word != "data/tokenizer.json" else "chat" for word in SETTINGS]
@@ -137,7 +137,7 @@ def test_a_run_from_scratch_hands_on_its_chat_template_and_special_tokens(elsewh
             assert Path(folder, name).read_bytes() == (source / name).read_bytes()
 
 
-def test_run_checkpoint_and_export_write_the_same_text_from_any_folder(project, elsewhere, capsys):
+def test_a_run_its_checkpoint_and_its_export_generate_the_same_text(project, elsewhere, capsys):
     run = project / "runs" / "mine"
     text = written(capsys, "--load", run)
     assert text.startswith("--- prompt: 'def main'\ndef main")
@@ -152,13 +152,13 @@ def test_run_checkpoint_and_export_write_the_same_text_from_any_folder(project, 
     assert (elsewhere / "shards" / "model.safetensors.index.json").exists()
     capsys.readouterr()
 
-    # Half as many bytes, unless something else is asked for.
+    # The default dtype is bf16, half as many bytes.
     exported[2] = "half"
     assert checkpoint.main(exported) == 0
     half = json.loads(capsys.readouterr().out)
     assert (half["num_bytes"] * 2, half["dtype"]) == (whole["num_bytes"], "bfloat16")
 
-    # The export has all that it needs.
+    # The export does not depend on its location.
     (elsewhere / "gpt").rename(elsewhere / "moved")
     assert written(capsys, "--load", "moved") == text
     (elsewhere / "moved" / "tokenizer.json").rename("tokenizer.json")
@@ -169,10 +169,10 @@ def test_run_checkpoint_and_export_write_the_same_text_from_any_folder(project, 
     assert "Expected a tokenizer in moved, got none: name a tokenizer by --tokenizer-model" in line
 
 
-def test_a_run_that_was_moved_is_told_where_its_tokenizer_is(project, elsewhere, capsys):
+def test_a_moved_checkpoint_needs_the_path_of_its_tokenizer(project, elsewhere, capsys):
     run = project / "runs" / "mine"
     text = written(capsys, "--load", run)
-    (elsewhere / "copy").symlink_to(run)  # is followed: the run is still where it was started
+    (elsewhere / "copy").symlink_to(run)  # paths are relative to the link's target
     assert written(capsys, "--load", "copy") == text
     (elsewhere / "copy").unlink()
 
@@ -185,21 +185,21 @@ def test_a_run_that_was_moved_is_told_where_its_tokenizer_is(project, elsewhere,
         assert line.endswith("got 'data/tokenizer.json'.")
         tokenizer = project / "data" / "tokenizer.json"
         assert written(capsys, "--load", moved, "--tokenizer-model", tokenizer) == text
-        # The present folder may have it as well.
+        # The tokenizer may also be at the same path in the current directory.
         (elsewhere / "data").symlink_to(project / "data")
         assert written(capsys, "--load", moved) == text
     finally:
         moved.rename(run / "iter_0000002")
 
 
-def test_an_earlier_iteration_and_other_formats_are_exported(project, elsewhere, capsys):
+def test_export_accepts_an_earlier_iteration_and_a_plain_dcp_checkpoint(project, elsewhere, capsys):
     run = project / "runs" / "mine"
     for step, folder in (("1", "first"), ("2", "second")):
         assert checkpoint.main(["export", str(run), folder, "--ckpt-step", step]) == 0
     first, second = (elsewhere / name / "model.safetensors" for name in ("first", "second"))
     assert first.read_bytes() != second.read_bytes()
 
-    # Weights that PyTorch alone has saved: a file says what they are.
+    # Weights saved by PyTorch need a settings file that describes the model.
     model, _, _ = generate.load_model(str(run), None)
     dcp.save(model.state_dict(), checkpoint_id=elsewhere / "plain", no_dist=True)
     assert "name a YAML file" in refused(capsys, "export", "plain", "gpt")
@@ -218,7 +218,7 @@ def change_config(run: Path, **changes: Any) -> None:
         path.write_text(json.dumps(state))
 
 
-def test_errors_are_one_line(project, elsewhere, capsys):
+def test_export_errors_are_one_line(project, elsewhere, capsys):
     run = project / "runs" / "mine"
     (elsewhere / "full").mkdir()
     (elsewhere / "full" / "mine").touch()
@@ -236,8 +236,8 @@ def test_errors_are_one_line(project, elsewhere, capsys):
     assert "--ckpt-step: expected a run" in refused(capsys, "export", "gpt", "x", "--ckpt-step=1")
     assert sorted(path.name for path in elsewhere.iterdir()) == ["full", "gpt"]
 
-    # No architecture of the transformers library has these two together. In the format without
-    # digests, so that what a file says can be changed.
+    # No architecture of the transformers library combines these two. torch_dcp has no digests, so
+    # the file can be edited.
     torch_dcp = ["--ckpt-format", "torch_dcp", "--save", "runs/other"]
     run_ranks(2, train, str(project), [*SETTINGS, *torch_dcp])
     change_config(project / "runs" / "other", normalization="LayerNorm", qk_layernorm=True)
@@ -246,16 +246,16 @@ def test_errors_are_one_line(project, elsewhere, capsys):
     assert not (elsewhere / "x").exists()
 
 
-def test_the_runs_own_tokenizer_goes_before_one_of_the_present_folder(project, elsewhere):
+def test_the_tokenizer_of_the_run_takes_precedence_over_the_current_directory(project, elsewhere):
     train_bpe(["other words"], 260, elsewhere / "data" / "tokenizer.json")
     _, tokenizer, _ = generate.load_model(str(project / "runs" / "mine"), None)
     own = HuggingFaceTokenizer(project / "data" / "tokenizer.json")
     assert tokenizer.tokenize(TEXT) == own.tokenize(TEXT)
 
 
-def test_scripts_of_a_clone_run_from_any_folder(elsewhere):
-    """They find the clone that they are in. Without the environment's packages, an installation of
-    this project among them, they come as far as the first package that they lack.
+def test_scripts_of_a_clone_run_in_any_directory(elsewhere):
+    """The scripts import the clone that contains them. With `-S` they have no installed packages,
+    including this project, so they may fail at a missing third-party package.
     """
     for script in ("checkpoint", "generate", "preprocess_data", "run_status"):
         command = [sys.executable, "-S", str(ROOT / "tools" / f"{script}.py"), "--help"]

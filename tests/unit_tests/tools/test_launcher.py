@@ -20,7 +20,7 @@ from megatron_hybrid import launcher, try_device
         ["--standalone", "--fallback-nproc-per-node", "1"],  # ranks without devices
     ],
 )
-def test_numbers_of_ranks_that_cannot_be_chosen_are_refused(flags, monkeypatch):
+def test_invalid_numbers_of_ranks_are_rejected(flags, monkeypatch):
     monkeypatch.setattr(launcher, "kind_of", lambda: "cpu")
     with pytest.raises(SystemExit) as ended:
         launcher.main([*flags, "train.py"])

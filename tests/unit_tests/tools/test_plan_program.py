@@ -102,7 +102,7 @@ def test_sums_over_the_microbatches_of_instances_take_memory_while_they_are_redu
     assert narrower == (sum(sorted(whole[:-1])[-2:]) + whole[-1]) // 2
 
 
-def test_a_folder_alone_is_enough(folder, capsys):
+def test_a_model_directory_is_the_only_required_argument(folder, capsys):
     found = planned(capsys, "--hf-model", folder)
     layer = 64 * (64 + 2 * 32 + 64) + 3 * 64 * 160 + 2 * 64
     assert found["parameters"] == 6 * layer + 2 * 301 * 64 + 64
@@ -111,7 +111,7 @@ def test_a_folder_alone_is_enough(folder, capsys):
     assert found["tokens_per_step"] == 4096
 
 
-def test_flags_of_the_run_mean_what_they_mean_there(folder, capsys):
+def test_flags_of_a_run_have_the_same_effect_in_a_plan(folder, capsys):
     short = ["--hf-model", folder, "--bf16", "--gpus", "2", "--seq-length", "8"]  # no peak in loss
     plain, frozen = planned(capsys, *short), planned(capsys, *short, "--freeze", "embedding")
     assert frozen["memory"]["gradients"]["device"] < plain["memory"]["gradients"]["device"]
@@ -167,7 +167,7 @@ def test_a_part_of_the_device_is_left_free(folder, capsys):
     assert "--gpu-memory" in refused(capsys, "--hf-model", folder, "--gpu-reserve", "1GB")
 
 
-def test_one_rank_has_only_gradients_on_top_of_what_is_at_rest(folder, capsys):
+def test_one_rank_adds_only_gradients_to_the_memory_at_rest(folder, capsys):
     kinds = {"whole layers in use", "gradients in backward"}
     flags = ["--hf-model", folder, "--bf16", "--seq-length", "8"]
     alone = planned(capsys, *flags)["memory"].keys() & kinds

@@ -89,7 +89,7 @@ def test_states_that_the_device_updates_relieve_the_host_and_load_the_link():
     assert best.update_on_device == pytest.approx(5 / 9, abs=1 / 16)
 
 
-def test_a_share_that_gains_nothing_is_not_streamed():
+def test_a_share_without_a_gain_is_not_streamed():
     hidden = work(100, host_pass=40.0, up=4.0, states=20.0, update_on_device=None)
     assert step_time(hidden, replace(MACHINE, link_bytes=1.0)).update_on_device == 0.0
     on_host = replace(MACHINE, device_is_host=True)
@@ -189,7 +189,7 @@ def test_gradients_that_are_not_fetched_in_backward_go_down_before_the_pass():
     assert (in_backward, in_step) == (12.0 + 9.1, 12.0 + 10.0)
 
 
-def test_two_flags_have_three_answers():
+def test_the_two_overlap_flags_select_three_modes():
     transfers = {"optimizer_cpu_offload": True, "overlap_cpu_optimizer_d2h_h2d": True}
     assert OptimizerConfig().overlap is Overlap.NONE
     assert OptimizerConfig(**transfers).overlap is Overlap.FETCH
@@ -224,7 +224,7 @@ def test_weights_are_gathered_once_they_have_gone_up():
     assert found.parts["interconnect"] == pytest.approx(2.0 + 3 * 1.0)
 
 
-def test_a_host_that_is_the_device_hides_nothing():
+def test_no_update_is_hidden_if_the_host_is_the_device():
     alone = work(host_pass=50.0, down=10.0, up=10.0, reduced=10.0, device_pass=1000.0)
     shared = replace(MACHINE, device_is_host=True, interconnect_bytes=10.0)
     assert step_time(alone, shared).seconds == 12.0 + 1.0 + 2.0 + 4.0 + 1.0
@@ -317,7 +317,7 @@ def test_groups_are_in_the_order_of_forward_and_have_all_of_the_work():
     assert last.early_pass / last.host_pass == pytest.approx(40 / 28)
 
 
-def test_what_the_gpu_page_expects_is_what_the_planner_computes():
+def test_the_gpu_page_shows_the_planners_results():
     arguments = gpu_step.parsed([])
     machine = Machine(flops=400e12, device_bytes=4.3e12, link_bytes=50e9, host_bytes=150e9)
     page = (DOCS / "gpu.md").read_text()
@@ -377,7 +377,7 @@ def _sent_by_one_layer(model: TransformerConfig, comm_type: str) -> int:
 
 @pytest.mark.parametrize("comm_type", ["a2a", "all_gather"])
 @pytest.mark.parametrize("mixer", MIXERS)
-def test_planned_bytes_of_context_parallelism_are_those_that_a_rank_sends(mixer, comm_type):
+def test_planned_bytes_of_context_parallelism_match_the_sent_bytes(mixer, comm_type):
     model = TransformerConfig(num_layers=1, hidden_size=32, num_attention_heads=4, **MIXERS[mixer])
     gathers = comm_type == "all_gather"
     batch = Microbatch(2, 16, 4, "cpu", context_size=4, gathers=gathers)
@@ -423,7 +423,7 @@ DIVIDED = {
 
 
 @pytest.mark.parametrize("layer", DIVIDED)
-def test_planned_bytes_of_tensor_parallelism_are_those_that_a_rank_sends(layer):
+def test_planned_bytes_of_tensor_parallelism_match_the_sent_bytes(layer):
     model = TransformerConfig(num_layers=1, hidden_size=32, num_attention_heads=4, **DIVIDED[layer])
     batch = Microbatch(2, 16, 4, "cpu", tensor_size=4)
     (spec,) = model_spec(model).layers

@@ -52,7 +52,7 @@ def contents(folder: Path, name: str = "out") -> dict[str, bytes]:
     return {path.name.removeprefix(name): path.read_bytes() for path in found}
 
 
-def test_conversations_keep_their_order_and_say_what_is_to_be_learned(folder, capsys):
+def test_conversations_keep_their_order_and_have_a_loss_mask(folder, capsys):
     shared = {"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]}
     lines = [*map(talk, range(40)), "", json.dumps(shared)]
     assert preprocess(folder, lines) == 0
@@ -134,7 +134,7 @@ def test_fields_of_any_type_make_a_sample_or_a_bad_line(folder):
     assert num_bad > 100
 
 
-def test_turns_with_weight_0_are_read_and_not_learned(folder):
+def test_turns_with_weight_0_are_not_in_the_loss(folder):
     turns = [
         {"from": "human", "value": "a"},
         {"from": "gpt", "value": "bad", "weight": 0},

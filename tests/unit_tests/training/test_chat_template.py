@@ -1,4 +1,4 @@
-"""Chat templates: the text is that of transformers, and answers are what the assistant says."""
+"""Chat templates: renderings equal transformers', and spans cover the assistant's text."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ CHATML = (
     "{%- endfor %}\n"
     "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"
 )
-# Answers are marked; what is called is said as JSON.
+# Marks the assistant's text, and renders other messages as JSON.
 MARKED = (
     "{{ bos_token }}{% for message in messages %}\n"
     "    {% if message.role == 'assistant' %}\n"
@@ -31,7 +31,7 @@ MARKED = (
     "    {% endif %}\n"
     "{% endfor %}{% if add_generation_prompt %}A: {% endif %}"
 )
-# As Qwen3: what was thought is shown in the last turn alone.
+# As in Qwen3, only the last turn has a block of reasoning.
 THINKING = (
     "{%- for message in messages %}"
     "{%- set thought = '<think>\\n\\n</think>\\n\\n' if loop.last else '' %}"
@@ -65,12 +65,12 @@ def answers_of(source: str, messages: list[dict[str, Any]] = TALK) -> list[str]:
     ],
     ids=["chatml", "marked", "thinking"],
 )
-def test_answers_are_what_the_assistant_says_and_what_ends_it(
+def test_spans_cover_the_assistants_text_and_its_end_token(
     source: str, expected: list[str]
 ) -> None:
     messages = TALK
     if source is THINKING:
-        # The white space of a turn in the middle ends with it.
+        # White space at the end of an inner turn is not preserved.
         messages = [*TALK[:2], {"role": "assistant", "content": "Two."}, *TALK[3:]]
         expected = ["Two.<|im_end|>", expected[1]]
     assert answers_of(source, messages) == expected
@@ -78,7 +78,7 @@ def test_answers_are_what_the_assistant_says_and_what_ends_it(
 
 @pytest.mark.parametrize("source", [CHATML, MARKED, THINKING], ids=["chatml", "marked", "thinking"])
 @pytest.mark.parametrize("asks", [False, True])
-def test_the_text_is_that_of_transformers(tmp_path: Path, source: str, asks: bool) -> None:
+def test_renderings_equal_transformers_renderings(tmp_path: Path, source: str, asks: bool) -> None:
     transformers = pytest.importorskip("transformers")
     make_tokenizer(tmp_path)
     theirs = transformers.PreTrainedTokenizerFast(
@@ -114,13 +114,13 @@ def test_the_text_is_that_of_transformers(tmp_path: Path, source: str, asks: boo
         "{{ tools is none }}{{ pad_token is defined }}{{ eos_token }}",
     ],
 )
-def test_programs_write_what_they_write_for_transformers(source: str) -> None:
+def test_jinja_features_render_as_in_transformers(source: str) -> None:
     templates = pytest.importorskip("transformers.utils.chat_template_utils")
     (expected,), _ = templates.render_jinja_template([TALK], chat_template=source, **TOKENS)
     assert ChatTemplate(source, TOKENS).render(TALK) == expected
 
 
-def test_marked_answers_are_those_of_transformers(tmp_path: Path) -> None:
+def test_marked_spans_equal_the_masks_of_transformers(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     make_tokenizer(tmp_path)
     theirs = transformers.PreTrainedTokenizerFast(
@@ -138,7 +138,7 @@ def test_marked_answers_are_those_of_transformers(tmp_path: Path) -> None:
     assert own.is_answer.any()
 
 
-def test_a_template_is_found_where_people_have_it(tmp_path: Path) -> None:
+def test_a_template_is_found_in_each_file_that_transformers_reads(tmp_path: Path) -> None:
     make_tokenizer(tmp_path)
     with pytest.raises(ConfigError, match="has no chat template"):
         ChatTemplate.of_files(tmp_path)
@@ -186,7 +186,7 @@ def test_a_template_is_found_where_people_have_it(tmp_path: Path) -> None:
         ("{% for x in range(10**9) %}{% endfor %}", "OverflowError"),
     ],
 )
-def test_what_a_template_cannot_or_must_not_do_is_one_error(source: str, told: str) -> None:
+def test_failing_and_forbidden_templates_raise_a_conversation_error(source: str, told: str) -> None:
     with pytest.raises(ConversationError, match="expected a conversation that template .*" + told):
         ChatTemplate(source).render(TALK)
 
@@ -228,13 +228,15 @@ def test_what_a_template_cannot_or_must_not_do_is_one_error(source: str, told: s
         "marks in a macro",
     ],
 )
-def test_templates_that_do_not_say_what_answers_are_are_refused(source: str, told: str) -> None:
+def test_templates_whose_assistant_text_cannot_be_located_are_rejected(
+    source: str, told: str
+) -> None:
     with pytest.raises(ConversationError, match=told):
         ChatTemplate(source).render_answers(TALK)
 
 
-# As DeepSeek's: the prompt opens a block of thoughts, turns close it, and after the output of tools
-# comes no prompt. Its last turn ends in another way.
+# As in DeepSeek: the prompt opens a block of reasoning that turns close, tool outputs are not
+# followed by a prompt, and the last turn has a different end token.
 OPENING = (
     "{%- for message in messages %}"
     "{%- if message.role == 'user' %}{{- '<|User|>' + message.content }}"
@@ -248,13 +250,13 @@ OPENING = (
     "{%- if add_generation_prompt and messages[-1].role != 'tool' %}"
     "{{- '<|Bot|><think>\\n' }}{%- endif %}"
 )
-# By index, with the prompt in the last turn, and the end of an answer in the next turn.
+# Loops over indices; the prompt is in the last turn, and a turn ends at the start of the next.
 BY_INDEX = (
     "{% for i in range(messages|length) %}{% set message = messages[i] %}"
     "<|{{ message.role }}|>\n{{ message.content }}"
     "{% if loop.last and add_generation_prompt %}<|assistant|>\n{% endif %}{% endfor %}"
 )
-# Gemma writes the output of tools into the turn of the assistant.
+# As in Gemma: tool outputs are inside of the assistant's turn.
 INSIDE = (
     "{%- for message in messages %}{%- if message.role != 'tool' %}"
     "{{- '<turn>' + message.role + '\\n' }}"
@@ -266,7 +268,7 @@ INSIDE = (
     "{{- message.content + '</turn>\\n' }}{%- endif %}{%- endfor %}"
     "{%- if add_generation_prompt %}{{- '<turn>assistant\\n' }}{%- endif %}"
 )
-# Nemotron Nano writes the last answer behind its loop.
+# As in Nemotron Nano: the last assistant message is written after the loop.
 BEHIND = (
     "{%- set others = messages[:-1] if messages[-1].role == 'assistant' else messages %}"
     "{%- for message in others %}{{- '<turn>' + message.role + '\\n' + message.content }}"
@@ -275,7 +277,7 @@ BEHIND = (
     "{{- '<turn>assistant\\n<think>\\n' }}{%- endif %}"
     "{%- if messages[-1].role == 'assistant' %}{{- messages[-1].content + '<end>\\n' }}{%- endif %}"
 )
-# The name of a tool is found in an earlier message.
+# Reads the name of a tool from an earlier message.
 LOOKING_BACK = (
     "{%- for i in range(messages|length) %}{%- set message = messages[i] %}"
     "{{- '<turn>' + message.role + '\n' }}"
@@ -319,14 +321,14 @@ CALLS: list[dict[str, Any]] = [
     ],
     ids=["opening", "by index", "inside", "behind", "looking back", "spaced"],
 )
-def test_answers_are_located_in_the_whole_conversation(source: str, expected: list[str]) -> None:
+def test_spans_are_located_in_each_form_of_template(source: str, expected: list[str]) -> None:
     template = ChatTemplate(source, ends=["<|user|>", "<|tool|>", "<|end|>"])
     chat = template.render_answers(CALLS)
     assert [chat.text[begin:end] for begin, end in chat.answers] == expected
 
 
 @pytest.mark.parametrize("source", [CHATML, SPACED], ids=["chatml", "spaced"])
-def test_the_number_of_renderings_does_not_grow_with_the_answers(
+def test_the_number_of_renderings_does_not_grow_with_the_turns(
     source: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     num_runs = []
@@ -341,14 +343,14 @@ def test_the_number_of_renderings_does_not_grow_with_the_answers(
     assert len(num_runs) <= 4
 
 
-def test_a_content_that_begins_as_the_prompt_does_is_learned_from_its_beginning() -> None:
+def test_content_that_starts_like_the_prompt_is_in_the_span_from_its_start() -> None:
     source = CHATML.replace("assistant\\n' }}", "assistant\\n<think>\\n' }}")
     talk = [TALK[1], {"role": "assistant", "content": "<thin air>"}]
     assert answers_of(source, talk) == ["<thin air><|im_end|>"]
 
 
 @pytest.mark.parametrize("source", [CHATML, MARKED], ids=["found", "marked"])
-def test_turns_with_weight_0_are_no_answers(source: str) -> None:
+def test_turns_with_weight_0_have_no_span(source: str) -> None:
     talk = [*TALK[:2], {**TALK[2], "weight": 0}, *TALK[3:]]
     assert answers_of(source, talk) == answers_of(source)[1:]
     assert answers_of(source, [*talk[:4], {**TALK[4], "train": False}]) == []
@@ -356,13 +358,13 @@ def test_turns_with_weight_0_are_no_answers(source: str) -> None:
 
 @pytest.mark.parametrize("field", ["reasoning_content", "reasoning", "thinking"])
 @pytest.mark.parametrize("read", ["reasoning_content", "thinking"])
-def test_what_was_thought_has_the_name_that_the_template_reads(field: str, read: str) -> None:
+def test_reasoning_is_passed_under_the_name_that_the_template_reads(field: str, read: str) -> None:
     source = f"{{% for m in messages %}}<{{{{ m.{read} }}}}>{{{{ m.content }}}}.{{% endfor %}}"
     talk = [{"role": "assistant", "content": "Two.", field: "1 + 1", "name": None}]
     assert answers_of(source, talk) == ["<1 + 1>Two.."]
 
 
-def test_what_is_no_template_is_refused(tmp_path: Path) -> None:
+def test_invalid_templates_are_rejected(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="expected a Jinja template in template, got"):
         ChatTemplate("{% for %}")
     with pytest.raises(ConfigError, match=r"expected a file with a template, got .*none\.jinja"):

@@ -50,7 +50,7 @@ def refusal(*flags: str) -> str:
         ("--lr", "1e999", "a number >= 0, got inf"),
     ],
 )
-def test_values_that_nothing_could_hold_are_refused_with_the_bound(flag, value, expected):
+def test_values_out_of_range_are_rejected_with_the_bound(flag, value, expected):
     assert refusal(flag, value) == f"{flag}: expected {expected}."
 
 
@@ -79,7 +79,7 @@ def test_every_timeout_has_a_bound_that_clocks_can_hold():
         ),
     ],
 )
-def test_a_url_that_fsspec_cannot_open_is_refused_before_the_run(monkeypatch, url, reason):
+def test_a_url_that_fsspec_cannot_open_is_rejected_before_the_run(monkeypatch, url, reason):
     def no_package(protocol: str) -> None:
         if protocol == "s3":
             raise ImportError("Install s3fs to access S3")
@@ -103,7 +103,7 @@ def test_a_url_that_fsspec_cannot_open_is_refused_before_the_run(monkeypatch, ur
         ("--save", "a writable directory"),
     ],
 )
-def test_a_place_that_cannot_be_written_ends_the_run_at_its_start(tmp_path, flag, expected):
+def test_an_unwritable_path_ends_the_run_at_its_start(tmp_path, flag, expected):
     """Not even root can make a directory below a file, below a dangling link, or with a name
     that is too long.
     """
@@ -133,13 +133,13 @@ def engine_config(compute_dtype: str = "fp32") -> EngineConfig:
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32", torch.bfloat16, None])
-def test_a_compute_dtype_by_another_name_is_refused(dtype):
+def test_unknown_names_of_compute_dtypes_are_rejected(dtype):
     with pytest.raises(ConfigError, match="compute_dtype: expected one of fp32, bf16, fp16, got"):
         engine_config(dtype)
 
 
 @on_ranks(1)
-def test_microbatches_that_are_no_dicts_of_tensors_are_refused():
+def test_microbatches_other_than_dicts_of_tensors_are_rejected():
     engine = MegatronEngine(engine_config(), Device("cpu"), build_mesh("cpu", 1))
     engine.initialize(nn.Linear(4, 4))
     tensor = torch.ones(2, 4)
@@ -162,7 +162,7 @@ def test_microbatches_that_are_no_dicts_of_tensors_are_refused():
     ("rank", "local_rank", "waited"),
     [("0", "0", []), ("1", "1", [10.0]), ("8", "0", [10.0]), ("9", "1", [20.0])],
 )
-def test_the_first_rank_of_the_job_speaks_for_all_of_them(
+def test_rank_0_prints_the_error_and_other_ranks_wait(
     monkeypatch, capsys, rank, local_rank, waited
 ):
     """The others wait to be ended by their launcher: on another machine, too."""

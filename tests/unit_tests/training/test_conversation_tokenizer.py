@@ -158,7 +158,7 @@ THINKING_VISION = """
 """
 
 
-def test_conversations_about_pictures_follow_the_template_of_the_folder(tmp_path: Path) -> None:
+def test_conversations_about_pictures_use_the_template_of_the_directory(tmp_path: Path) -> None:
     make_tokenizer(tmp_path)
     (tmp_path / "chat_template.jinja").write_text(THINKING_VISION)
     own = PictureTokenizer(HuggingFaceTokenizer(tmp_path))

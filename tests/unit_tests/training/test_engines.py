@@ -1,6 +1,4 @@
-"""Both engines as programs use them: any module, steps, evaluation, checkpoints in and out, to the
-bit.
-"""
+"""Both engines as a program uses them: any module, steps, evaluation, and bit-equal checkpoints."""
 
 from __future__ import annotations
 
@@ -67,7 +65,7 @@ ENGINES["fsdp2, our format"] = replace(ENGINES["fsdp2"], ckpt_format=FSDP_DTENSO
 
 
 def gpt() -> nn.Module:
-    """With dropout, so that random states matter; of an architecture that transformers has."""
+    """A GPT that transformers supports, with dropout, so that random states matter."""
     config = TransformerConfig(
         num_layers=2,
         hidden_size=16,
@@ -85,7 +83,7 @@ def forward_step(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tens
 
 
 def batches(step: int, num_microbatches: int = 2) -> list[dict[str, torch.Tensor]]:
-    """This rank's of one step."""
+    """Returns this rank's microbatches of one step."""
     generator = torch.Generator().manual_seed(1000 * step + dist.get_rank())
     windows = torch.randint(31, (num_microbatches, 2, 9), generator=generator)
     return [{"tokens": w[:, :-1].contiguous(), "labels": w[:, 1:].contiguous()} for w in windows]
@@ -104,7 +102,7 @@ def step(engine: ModuleEngine, number: int) -> tuple[float, float]:
 
 
 def everything(engine: ModuleEngine) -> dict[str, Any]:
-    """Local shards of weights and optimizer states, counters and random states; copies."""
+    """Returns copies of the local weights and optimizer states, counters and random states."""
     state = engine.state
     state.optimizer.synchronize()
     found: dict[str, Any] = {}
@@ -138,7 +136,7 @@ def zero(engine: ModuleEngine) -> None:
     torch.autograd.graph.increment_version(list(engine.model.parameters()))
 
 
-# AReaL's two tests, to the bit.
+# AReaL's two tests, with exact comparisons.
 
 
 def _save_zero_load(name: str, folder: str) -> tuple[list[str], int, list[str]]:
@@ -157,15 +155,15 @@ def _save_zero_load(name: str, folder: str) -> tuple[list[str], int, list[str]]:
 
 
 @pytest.mark.parametrize("name", ENGINES)
-def test_weights_that_were_saved_zeroed_and_loaded_are_the_same_bits(tmp_path, name):
+def test_a_load_restores_zeroed_weights_bit_for_bit(tmp_path, name):
     for different, num_zeroed, computes in run_ranks(2, _save_zero_load, name, str(tmp_path)):
         assert different == []
-        assert num_zeroed > 5, "zeroing would be seen"
+        assert num_zeroed > 5, "zeroing changes the contents"
         assert computes == []
 
 
 def _step_again(name: str, folder: str, weight_format: str) -> tuple[Any, ...]:
-    """step, save, step, zero, load, step again"""
+    """Steps, saves, steps, zeroes the weights, loads, and repeats the step."""
     engine = make(ENGINES[name])
     with_optim = weight_format == "dcp"
     hf_dtype = torch.float32 if weight_format == "hf" else None
@@ -182,9 +180,7 @@ def _step_again(name: str, folder: str, weight_format: str) -> tuple[Any, ...]:
 
 
 @pytest.mark.parametrize("name", ENGINES)
-def test_a_step_after_loading_is_the_step_after_saving_states_and_random_numbers_too(
-    tmp_path, name
-):
+def test_a_step_after_loading_is_bit_equal_to_the_step_after_saving(tmp_path, name):
     for loaded, first, second, different in run_ranks(2, _step_again, name, str(tmp_path), "dcp"):
         assert loaded == []
         assert second == first
@@ -192,8 +188,8 @@ def test_a_step_after_loading_is_the_step_after_saving_states_and_random_numbers
 
 
 @pytest.mark.parametrize("name", ENGINES)
-def test_weights_alone_leave_states_and_counters_as_they_are(tmp_path, name):
-    """In the format of Hugging Face there is nothing else."""
+def test_loading_weights_only_keeps_states_and_counters(tmp_path, name):
+    """Hugging Face directories have weights only."""
     for loaded, _, _, different in run_ranks(2, _step_again, name, str(tmp_path), "hf"):
         assert loaded != []
         assert not [key for key in loaded if key.endswith(".weight")]
@@ -202,7 +198,7 @@ def test_weights_alone_leave_states_and_counters_as_they_are(tmp_path, name):
 
 
 def _hand_over(first: str, second: str, folder: str) -> tuple[list[str], StepInfo]:
-    """What one engine saves, another loads, and goes on with the same losses."""
+    """Saves in one engine, loads in another, and compares their next losses."""
     meta = SaveLoadMeta(f"{folder}/saved", "dcp", with_optim=True)
     one, other = make(ENGINES[first]), make(ENGINES[second])
     step(one, 0)
@@ -225,7 +221,7 @@ def _hand_over(first: str, second: str, folder: str) -> tuple[list[str], StepInf
         ("megatron", "fsdp2, our format", FSDP_DTENSOR),
     ],
 )
-def test_an_engine_loads_what_the_other_has_saved(tmp_path, first, second, saved_as):
+def test_each_engine_loads_checkpoints_of_the_other(tmp_path, first, second, saved_as):
     for found, step_info in run_ranks(2, _hand_over, first, second, str(tmp_path)):
         assert found == []
         assert step_info == StepInfo(iteration=2, consumed_samples=16)
@@ -233,7 +229,7 @@ def test_an_engine_loads_what_the_other_has_saved(tmp_path, first, second, saved
 
 
 def _save_beside_steps(folder: str) -> list[str]:
-    """What was there when a save began is what is saved, to the bit, although steps went on."""
+    """Steps during an asynchronous save, and compares the checkpoint with the state before it."""
     engine = make(ENGINES["fsdp2, our format"])
     step(engine, 0)
     saved = contents_of(engine)
@@ -256,16 +252,16 @@ def _save_beside_steps(folder: str) -> list[str]:
     return differing(saved, contents_of(fresh)) + ([] if moved > 20 else ["nothing moved"])
 
 
-def test_fsdp2_saves_our_format_beside_its_steps(tmp_path):
+def test_fsdp2_saves_fsdp_dtensor_while_it_steps(tmp_path):
     assert run_ranks(2, _save_beside_steps, str(tmp_path)) == [[], []]
 
 
-def test_an_engine_refuses_a_format_that_does_not_exist():
+def test_an_unknown_checkpoint_format_is_rejected():
     with pytest.raises(ConfigError, match="ckpt_format: expected fsdp_dtensor or torch_dcp, got"):
         replace(ENGINES["fsdp2"], ckpt_format="torch_dist")
 
 
-# What engines promise.
+# The interface of an engine.
 
 
 def _life(name: str) -> tuple[Any, ...]:
@@ -293,7 +289,7 @@ def _life(name: str) -> tuple[Any, ...]:
 
 
 @pytest.mark.parametrize("name", ENGINES)
-def test_an_engine_counts_evaluates_and_answers(name):
+def test_an_engine_counts_steps_evaluates_and_returns_outputs(name):
     for step_info, (rate, peak), loss, expected, shape, has_grad in run_ranks(2, _life, name):
         assert step_info == StepInfo(iteration=1, consumed_samples=12)
         assert 0 < rate <= peak
@@ -303,8 +299,8 @@ def test_an_engine_counts_evaluates_and_answers(name):
 
 
 def _masked_steps() -> tuple[list[tuple[bool, bool, bool]], list[int]]:
-    """Of each step: whether it is masked, whether weights moved, and whether it is skipped. Then
-    the iterations that were warned of.
+    """Returns, for each step, whether it is masked, changed the weights, and was skipped; and the
+    iterations with a warning.
     """
     config = replace(ENGINES["megatron"], optimizer=OptimizerConfig(weight_decay=0.1))
     engine, records = make(config), []
@@ -327,18 +323,18 @@ def _masked_steps() -> tuple[list[tuple[bool, bool, bool]], list[int]]:
     return found, warned
 
 
-def test_a_step_without_learned_tokens_is_a_step_and_is_warned_of_now_and_then():
+def test_a_fully_masked_step_updates_weights_and_warns_at_growing_intervals():
     first, second = run_ranks(2, _masked_steps)
     for found, _ in (first, second):
         assert [is_masked for is_masked, _, _ in found] == [True, False, True, True, True, True]
         assert all(has_moved for _, has_moved, _ in found), "weight decay, and momentum later"
         assert not any(is_skipped for _, _, is_skipped in found)
     assert first[1] == [1, 3, 5], "the first, the second, and the fourth"
-    assert second[1] == [], "one rank says it"
+    assert second[1] == [], "only rank 0 warns"
 
 
 class Net(nn.Module):
-    """Not ours: no layers in a list, a buffer, real weights."""
+    """A custom module: no list of layers, a buffer, and initialized weights."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -370,9 +366,9 @@ def _net_losses(name: str | None) -> tuple[list[float], bool]:
     return losses, exact == [True]
 
 
-def test_any_module_trains_alike_in_every_engine():
-    """In bf16 too, whose main weights are the fp32 ones that it came with, and whose buffers stay
-    what they are.
+def test_a_custom_module_trains_the_same_in_every_engine():
+    """Also in bf16, where the module's fp32 weights become main weights and buffers keep their
+    values.
     """
     ((expected, _),) = run_ranks(1, _net_losses, None)
     assert expected[-1] < expected[0]
@@ -413,7 +409,7 @@ def _short_evaluation(name: str) -> tuple[str, bool, bool]:
 
 
 @pytest.mark.parametrize("name", ["megatron", "fsdp2"])
-def test_an_evaluation_that_fails_leaves_the_model_as_it_was(name):
+def test_a_failed_evaluation_does_not_change_the_model(name):
     expected = ("Expected 3 microbatches, got 2.", False, True)
     assert run_ranks(2, _short_evaluation, name) == [expected, expected]
 
@@ -428,7 +424,7 @@ def _half_on_meta(name: str) -> str:
     return str(float(local_tensor(dict(model.named_parameters())["body.weight"]).std()))
 
 
-def test_real_weights_are_never_drawn_anew():
+def test_initialized_weights_are_not_reset():
     (message,) = run_ranks(1, _half_on_meta, "fsdp2")
     assert message == (
         "Expected parameters that are all real or all on meta, got head.weight, head.bias on meta "
@@ -438,7 +434,7 @@ def test_real_weights_are_never_drawn_anew():
     assert float(deviation) == float(Net().body.weight.detach().std())
 
 
-def test_real_weights_are_not_rounded_to_the_compute_dtype():
+def test_initialized_weights_are_not_rounded_to_the_compute_dtype():
     assert run_ranks(1, _main_weights) == [True]
 
 
@@ -485,7 +481,7 @@ def _refusals(name: str, folder: str) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("name", ["megatron", "fsdp2"])
-def test_what_cannot_be_done_is_one_error_on_all_ranks_and_changes_nothing(tmp_path, name):
+def test_invalid_calls_raise_on_all_ranks_and_change_nothing(tmp_path, name):
     for found in run_ranks(2, _refusals, name, str(tmp_path)):
         assert "changed" not in " ".join(found.values())
         assert found["saved twice"].startswith(
@@ -510,7 +506,7 @@ def test_what_cannot_be_done_is_one_error_on_all_ranks_and_changes_nothing(tmp_p
 
 
 def _first_byte_of_data(file: Path) -> int:
-    """Where the data of a tensor in the middle of the file begins."""
+    """Returns the offset of a tensor's data in the middle of the file."""
     if (file.parent / "index.json").exists():
         chunks = chunks_of(file.parent, 1)
         _, chunk = chunks[len(chunks) // 2]
@@ -549,14 +545,14 @@ def _flip_and_load(name: str, folder: str) -> tuple[str, list[str]]:
 
 
 @pytest.mark.parametrize("name", ["megatron", "fsdp2"])
-def test_a_single_bit_is_found_before_anything_is_installed(tmp_path, name):
-    """On both ranks, though one of them alone reads it."""
+def test_a_flipped_bit_is_detected_before_any_state_changes(tmp_path, name):
+    """Both ranks raise, although only one of them reads the damaged data."""
     for message, different in run_ranks(2, _flip_and_load, name, str(tmp_path)):
         assert "__1_0.distcp" in message
         assert different == []
 
 
-def test_what_meta_cannot_mean_is_refused():
+def test_invalid_save_load_meta_is_rejected():
     with pytest.raises(ValueError, match="Expected a weight format among"):
         SaveLoadMeta("there", "pickle")
     with pytest.raises(ValueError, match="Expected weights alone in the format hf"):
@@ -575,7 +571,7 @@ def test_what_meta_cannot_mean_is_refused():
     assert split_path("memory://bucket/run/a") == ("memory://bucket/run", "a")
 
 
-def test_an_engine_is_the_one_that_was_asked_for_and_wants_a_model_first():
+def test_build_engine_follows_the_config_and_initialize_comes_first():
     def check() -> bool:
         device, mesh = Device("cpu"), build_mesh("cpu", 1)
         kinds = [type(build_engine(config, device, mesh)) for config in ENGINES.values()]

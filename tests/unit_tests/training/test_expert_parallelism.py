@@ -139,9 +139,7 @@ def _check_bits(world_size: int, expert_size: int, settings: dict[str, Any], **o
     "strategy", ["optim_grads_params", pytest.param("optim", marks=pytest.mark.wide)]
 )
 @pytest.mark.parametrize("fraction", [0.4, pytest.param(1.0, marks=pytest.mark.wide)])
-def test_offloaded_training_with_delays_equals_training_on_the_device_to_the_bit(
-    strategy, fraction
-):
+def test_offloaded_training_with_delays_is_bit_equal_to_training_on_the_device(strategy, fraction):
     offloaded = replace(OFFLOADED, optimizer_offload_fraction=fraction)
     settings = {"strategy": strategy, "compute_dtype": "bf16"}
     settings |= {"main_grads_dtype": "bf16"}

@@ -1,4 +1,4 @@
-"""Saving as users of AReaL's engines and of Megatron-FSDP's experimental interface call it."""
+"""Saves through the interfaces of AReaL's engines and of Megatron-FSDP's experimental package."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.helpers.ranks import on_ranks
 
 
 class Net(nn.Module):
-    """Without a config.json of its own."""
+    """A module without a config.json."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -36,7 +36,7 @@ class Net(nn.Module):
 
 
 class Processor:
-    """As those of transformers, with a tokenizer in it."""
+    """A processor of the transformers library, which saves its tokenizer, too."""
 
     def save_pretrained(self, folder: str | Path) -> None:
         (Path(folder) / "preprocessor_config.json").write_text('{"size": 224}')
@@ -67,7 +67,7 @@ def on_first(make: Any) -> None:
 
 @pytest.mark.parametrize("use_torch_fsdp2", [False, True])
 @pytest.mark.parametrize("weight_format", ["dcp", "hf"])
-def test_an_empty_folder_that_exists_is_saved_into(
+def test_a_save_accepts_an_existing_empty_directory_only(
     tmp_path: Path, weight_format: str, use_torch_fsdp2: bool
 ) -> None:
     @on_ranks(2)
@@ -78,7 +78,7 @@ def test_an_empty_folder_that_exists_is_saved_into(
         made.save(meta)
         made.load(meta)
 
-        # What is there is never overwritten, be it one file.
+        # A directory with a single file is rejected: files are never overwritten.
         full = SaveLoadMeta(f"{tmp_path}/full", weight_format)
         on_first(Path(full.path).mkdir)
         on_first((Path(full.path) / "notes.txt").touch)
@@ -96,7 +96,7 @@ def test_an_empty_folder_that_exists_is_saved_into(
     assert names(tmp_path) == ["full", "link", "saved"]
 
 
-def test_save_checkpoint_takes_an_empty_folder_and_sync_model_weights(tmp_path: Path) -> None:
+def test_save_checkpoint_accepts_an_empty_directory_and_sync_model_weights(tmp_path: Path) -> None:
     @on_ranks(2)
     def check() -> None:
         model = fully_shard(Net())
@@ -117,7 +117,7 @@ def test_save_checkpoint_takes_an_empty_folder_and_sync_model_weights(tmp_path: 
 
 
 def base_model(folder: Path) -> Path:
-    """A folder as transformers writes it, with links as in its cache, and with what is no file."""
+    """A model directory with a symbolic link, as in transformers' cache, and a subdirectory."""
     folder.mkdir()
     (folder / "blob").write_text('{"model_type": "theirs"}')
     (folder / "config.json").symlink_to(folder / "blob")
@@ -130,7 +130,7 @@ def base_model(folder: Path) -> Path:
         "pad_token_id": 9,
     }
     (folder / "generation_config.json").write_text(json.dumps(generation))
-    # Of how it came about.
+    # Files about its training.
     for name in ("trainer_state.json", "eval_results.json", "requirements.txt"):
         (folder / name).write_text("{}")
     for name in ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin"):
@@ -148,7 +148,7 @@ def saved(tmp_path: Path, **extras: Any) -> Path:
     return tmp_path / "saved"
 
 
-def test_files_of_the_base_model_are_beside_the_weights(tmp_path: Path) -> None:
+def test_files_of_the_base_model_are_copied_next_to_the_weights(tmp_path: Path) -> None:
     base = base_model(tmp_path / "base")
     folder = saved(tmp_path, base_model_path=str(base))
     assert names(folder) == [
@@ -164,7 +164,7 @@ def test_files_of_the_base_model_are_beside_the_weights(tmp_path: Path) -> None:
     assert (folder / "model.safetensors").read_bytes() != b"weights"
 
 
-def test_processor_and_tokenizer_are_beside_the_weights_and_their_files_are_not_mixed(
+def test_a_processor_and_a_tokenizer_replace_the_files_of_the_base_model(
     tmp_path: Path,
 ) -> None:
     base = base_model(tmp_path / "base")
@@ -174,15 +174,15 @@ def test_processor_and_tokenizer_are_beside_the_weights_and_their_files_are_not_
     assert "vocab.txt" not in names(folder)
     assert "of the base" not in (folder / "tokenizer.json").read_text()
     assert json.loads((folder / "preprocessor_config.json").read_text()) == {"size": 224}
-    # The tokenizer that was given by itself, not the processor's.
+    # The argument `tokenizer` takes precedence over the processor's tokenizer.
     assert "tokenizer_class" in json.loads((folder / "tokenizer_config.json").read_text())
-    # The ids are those of the tokenizer that was given.
+    # Token ids are from the argument `tokenizer`.
     generation = json.loads((folder / "generation_config.json").read_text())
     eod = ByteTokenizer().eod
     assert generation == {"temperature": 0.5, "max_new_tokens": 9, "eos_token_id": eod}
 
 
-def test_extras_that_cannot_be_saved_are_refused_on_all_ranks(tmp_path: Path) -> None:
+def test_invalid_extras_raise_on_all_ranks(tmp_path: Path) -> None:
     @on_ranks(2)
     def check() -> None:
         made = engine()

@@ -1,6 +1,4 @@
-"""Flags of Megatron-LM's on our command line: accepted, refused with what to do, all in one
-message.
-"""
+"""Flags of Megatron-LM: accepted without effect, or rejected with a replacement, in one message."""
 
 from __future__ import annotations
 
@@ -23,14 +21,14 @@ MINIMAL = [
 
 
 def refusal(*flags: str, world_size: int = 1) -> tuple[str, ...]:
-    """The lines of the one error."""
+    """Returns the lines of the error."""
     with pytest.raises(ConfigError) as error:
         parse_config([*MINIMAL, *flags], world_size)
     assert "\n" not in str(error.value)
     return error.value.lines
 
 
-def test_flags_that_change_nothing_are_accepted_and_leave_the_configuration_as_it_was():
+def test_flags_without_effect_do_not_change_the_configuration():
     flags = (
         "--use-mcore-models --pipeline-model-parallel-size 1 --transformer-impl local "
         "--use-distributed-optimizer --overlap-grad-reduce --no-gradient-accumulation-fusion"
@@ -40,7 +38,7 @@ def test_flags_that_change_nothing_are_accepted_and_leave_the_configuration_as_i
     assert " ".join(map(str, parsed.without_effect)) == flags
 
 
-def test_a_mask_that_is_left_out_is_refused_where_documents_are_to_be_kept_apart():
+def test_omitting_the_attention_mask_is_rejected_if_documents_are_separated():
     given = Given("--no-create-attention-mask-in-dataloader", ())
     plain, apart = answer(given, {}, 0), answer(given, {"reset_attention_mask": True}, 0)
     assert plain is not None
@@ -48,8 +46,8 @@ def test_a_mask_that_is_left_out_is_refused_where_documents_are_to_be_kept_apart
     assert (plain.ruling, apart.ruling) == (Ruling.NO_EFFECT, Ruling.REMOVE)
 
 
-def test_what_conversations_have_anyway_is_accepted_beside_them():
-    """They refuse --reset-attention-mask, which is what text has for it."""
+def test_inter_document_masking_is_accepted_with_conversations():
+    """Conversations reject --reset-attention-mask, the equivalent flag for text."""
     given = Given("--dataloader-inter-document-masking", ())
     of_text, of_chats = answer(given, {}, 0), answer(given, {"sft": True}, 0)
     assert of_text is not None
@@ -58,7 +56,7 @@ def test_what_conversations_have_anyway_is_accepted_beside_them():
     assert of_chats.ruling is Ruling.NO_EFFECT
 
 
-def test_they_are_one_line_of_the_log(capsys):
+def test_flags_without_effect_are_one_log_line(capsys):
     parsed = parse_command_line([*MINIMAL, "--use-mcore-models", "--manual-gc-interval", "5"], 1)
     pretrain_gpt.log.configure(rank=0)
     try:
@@ -72,8 +70,8 @@ def test_they_are_one_line_of_the_log(capsys):
     assert "--use-mcore-models, --manual-gc-interval 5" in lines[0]
 
 
-def test_everything_that_is_wrong_is_in_one_error():
-    """Unknown flags, flags of Megatron-LM's, values out of bounds, and flags that need others."""
+def test_all_errors_are_reported_together():
+    """Unknown flags, flags of Megatron-LM, invalid values, and flags that require others."""
     lines = refusal(
         *"--adam-bet1 0.9 --pipeline-model-parallel-size 2 --no-such-thing a b".split(),
         *"--clip-grad -1 --dropout".split(),
@@ -94,7 +92,7 @@ def test_everything_that_is_wrong_is_in_one_error():
     )
 
 
-def test_all_flags_without_a_default_that_are_missing_are_named_at_once():
+def test_all_missing_required_flags_are_reported_together():
     with pytest.raises(ConfigError) as error:
         parse_config(["--mock-data"], 1)
     missing = [line.split(":")[0] for line in error.value.lines if "it has no default" in line]
@@ -104,12 +102,12 @@ def test_all_flags_without_a_default_that_are_missing_are_named_at_once():
     ]
 
 
-def test_what_is_to_be_written_instead_is_checked_as_if_it_had_been_written():
+def test_errors_of_the_replacement_are_reported_with_it():
     assert refusal("--recompute-activations") == (
         "--recompute-activations: use --recompute-granularity selective instead. It is the same "
         "setting.",
     )
-    # Written instead, the batch of 3 would not fit two ranks.
+    # With the replacement, a batch of 3 is not divisible over two ranks.
     assert refusal("--batch-size", "3", "--global-batch-size", "8", world_size=2) == (
         "--batch-size 3: use --micro-batch-size 3 instead. It is the same setting.",
         "--global-batch-size: expected a multiple of 6, micro-batch-size 3 x 2 ranks, got 8.",
@@ -119,7 +117,7 @@ def test_what_is_to_be_written_instead_is_checked_as_if_it_had_been_written():
 @pytest.mark.parametrize(
     ("given", "line"),
     [
-        # 22 // 4: Megatron-LM drops what is left over, too.
+        # 22 // 4: Megatron-LM drops the remainder, too.
         ("--train-samples 22", "use --train-iters 5 instead."),
         ("--lr-warmup-samples 1", "use --lr-warmup-iters 1 instead."),
         ("--lr-warmup-samples 0", "use --lr-warmup-iters 0 instead."),
@@ -127,26 +125,26 @@ def test_what_is_to_be_written_instead_is_checked_as_if_it_had_been_written():
         ("--lr-decay-samples " + "9" * 5000, "use --lr-decay-iters N instead."),
     ],
 )
-def test_samples_become_iterations_of_the_global_batch(given, line):
+def test_samples_are_converted_to_iterations_of_the_global_batch(given, line):
     (found,) = refusal("--global-batch-size", "4", *given.split(), world_size=2)
     assert line in found
 
 
-def test_samples_are_counted_in_the_batch_that_all_ranks_make_by_default():
+def test_samples_are_converted_with_the_default_global_batch_size():
     assert "--train-iters 5 " in refusal("--train-samples", "15", world_size=3)[0]
     for size in ("context-parallel-size", "tensor-model-parallel-size"):
         divided = f"--{size} 2 --train-samples 15".split()
         assert "--train-iters 5 " in refusal(*divided, world_size=6)[0]
 
 
-def test_a_wrong_value_of_a_flag_that_must_be_given_is_one_line():
+def test_an_invalid_value_of_a_required_flag_is_one_line():
     assert refusal("--hidden-size", "wide", "--lr", "fast") == (
         "--hidden-size: expected an integer >= 1, got 'wide'.",
         "--lr: expected a number >= 0, got 'fast'.",
     )
 
 
-def test_flags_that_the_message_itself_leaves_open_are_not_named_again():
+def test_required_flags_set_by_a_replacement_are_not_reported_as_missing():
     flags = [*MINIMAL[: MINIMAL.index("--tokenizer-type")], *MINIMAL[-6:]]
     with pytest.raises(ConfigError) as error:
         parse_config([*flags, "--vocab-file", "gpt2-vocab.json"], 1)
@@ -156,14 +154,14 @@ def test_flags_that_the_message_itself_leaves_open_are_not_named_again():
     )
 
 
-def test_a_value_that_only_megatron_knows_is_answered_for_a_flag_of_ours_too():
+def test_a_value_that_only_megatron_supports_has_a_replacement():
     assert refusal("--ckpt-format", "torch_dist") == (
         "--ckpt-format torch_dist: use --ckpt-format fsdp_dtensor instead. It is the project's "
         "own; Megatron-LM's torch and torch_dist are neither written nor read.",
     )
 
 
-def test_an_answer_may_depend_on_another_flag():
+def test_a_replacement_may_depend_on_another_flag():
     flags = ["--experimental-attention-variant", "gdn"]
     assert "use --linear-attention-freq N instead" in refusal(*flags)[0]
     given = Given(flags[0], ("gdn",))
@@ -179,7 +177,7 @@ def test_an_answer_may_depend_on_another_flag():
         ("--globalbatchsize", "--global-batch-size"),
         ("--hiden-size", "--hidden-size"),
         ("--seq-lenght", "--seq-length"),
-        # These are close to others, and mean something else.
+        # Similar to other flags, with another meaning.
         ("--adam-beta3", None),
         ("--no-lr-decay-iters", None),
         ("--max-lr", None),
@@ -189,7 +187,7 @@ def test_an_answer_may_depend_on_another_flag():
         ("--save-dir", None),
     ],
 )
-def test_a_flag_is_suggested_only_where_it_means_the_same(flag, meant):
+def test_a_similar_flag_is_suggested_only_if_it_means_the_same(flag, meant):
     (line,) = refusal(flag)
     hint = "" if meant is None else f" Did you mean {meant}?"
     assert line == f"{flag}: expected a known flag, got one that does not exist.{hint}"
@@ -201,7 +199,7 @@ def write(tmp_path: Path, content: str) -> str:
     return str(path)
 
 
-def test_a_file_is_answered_as_the_command_line_is(tmp_path):
+def test_a_settings_file_gets_the_same_errors_as_the_command_line(tmp_path):
     parsed = parse_command_line([*MINIMAL, "--config", write(tmp_path, "manual_gc: true\n")], 1)
     assert parsed.without_effect == (Given("--manual-gc", ()),)
 
@@ -220,14 +218,14 @@ def test_a_file_is_answered_as_the_command_line_is(tmp_path):
         read_yaml(path)
 
 
-def test_a_file_of_a_thousand_unknown_keys_is_a_message_of_bounded_length(tmp_path):
+def test_the_message_for_a_thousand_unknown_keys_is_bounded(tmp_path):
     path = write(tmp_path, "".join(f"k{number}: 1\n" for number in range(1_000)))
     lines = refusal("--config", path)
     assert 50 < len(lines) < 70
     assert lines[-1] == "There may be more."
 
 
-def test_words_that_belong_to_no_flag_are_named():
+def test_arguments_without_a_flag_are_rejected():
     with pytest.raises(ConfigError) as error:
         parse_config(["train", *MINIMAL, "--lr", "1", "2"], 1)
     assert error.value.lines == (
@@ -236,8 +234,8 @@ def test_words_that_belong_to_no_flag_are_named():
     )
 
 
-def test_a_word_that_no_flag_takes_is_not_swallowed_by_one_that_is_ignored():
-    """`-bf16` meant to be `--bf16` would train in fp32."""
+def test_flags_without_effect_do_not_consume_following_arguments():
+    """Otherwise a mistyped `-bf16` would be ignored, and the run would train in fp32."""
     with pytest.raises(ConfigError, match="-bf16: expected a flag, which starts with --"):
         parse_config([*MINIMAL, "--sequence-parallel", "-bf16"], 1)
     with pytest.raises(
@@ -250,14 +248,14 @@ def test_a_word_that_no_flag_takes_is_not_swallowed_by_one_that_is_ignored():
     assert config.model.position_embedding_type == "rope"
 
 
-def test_what_is_said_of_a_format_fits_the_engine():
+def test_the_suggested_checkpoint_format_fits_the_engine():
     with pytest.raises(ConfigError) as error:
         parse_config([*MINIMAL, "--use-torch-fsdp2", "--ckpt-format", "torch_dist"], 1)
     (line,) = error.value.lines
     assert "use --ckpt-format torch_dcp instead" in line
 
 
-def test_values_may_stand_behind_an_equals_sign_and_may_be_negative():
+def test_values_may_follow_an_equals_sign_and_be_negative():
     config = parse_config([*MINIMAL, "--lr=0.5", "--data-cache-path=a=b"], 1)
     assert config.schedule.lr == 0.5
     assert config.data.data_cache_path == "a=b"
@@ -265,19 +263,19 @@ def test_values_may_stand_behind_an_equals_sign_and_may_be_negative():
 
 
 @pytest.mark.parametrize("split", ["'99,1,0'", '"99,1,0"', "99,1,0"])
-def test_quotes_around_a_split_are_those_of_a_bash_array(split):
+def test_quotes_of_a_bash_array_around_a_split_are_removed(split):
     config = parse_config([*MINIMAL, "--split", split], 1)
     assert config.data == parse_config([*MINIMAL, "--split", "99,1,0"], 1).data
     assert config.data.split_fractions == (0.99, 0.01, 0)
 
 
 def field_of(flag: str) -> str:
-    """The name of the field that a flag sets, as `answer` looks it up."""
+    """Returns the name of the field that a flag sets, as in `answer`."""
     return flag.lstrip("-").replace("-", "_")
 
 
-def test_no_answer_hides_a_flag_of_ours():
-    """A pattern of the table must not match one, unless for values that only Megatron-LM has."""
+def test_no_row_of_the_table_matches_a_supported_flag():
+    """Except for rows with values that only Megatron-LM supports."""
     for field in all_options().values():
         admitted = field.option.choices or ("1",)
         for value in (*map(str, admitted), ""):
@@ -286,7 +284,7 @@ def test_no_answer_hides_a_flag_of_ours():
                 assert answer(given, {}, 1) is None, given
 
 
-def test_what_an_answer_says_to_write_is_a_flag_of_ours_and_a_value_it_admits():
+def test_every_replacement_is_a_supported_flag_with_a_valid_value():
     flags = {field.flag: field for field in all_options().values()}
     replacing = [row for row in answer_rows() if row.ruling is Ruling.REPLACE]
     assert replacing
@@ -298,8 +296,8 @@ def test_what_an_answer_says_to_write_is_a_flag_of_ours_and_a_value_it_admits():
                 assert value.isupper() or "{" in value or not choices or value in choices, row
 
 
-def test_every_answer_can_be_given():
-    """No row stands behind one that covers all that it covers."""
+def test_every_row_of_the_table_is_reachable():
+    """No row is shadowed by an earlier one."""
     for number, row in enumerate(answer_rows()):
         # A setting that an earlier row excludes leaves the flag to this one.
         earlier = [other for other in answer_rows()[:number] if {*other.flags} & {*row.flags}]
@@ -313,7 +311,7 @@ def test_every_answer_can_be_given():
             assert found.why == row.why, given
 
 
-def test_options_of_the_configuration_are_what_the_table_speaks_of():
+def test_the_table_refers_to_existing_options():
     options = {(field.flag, field.name) for section in _sections() for field in options_of(section)}
     named = {(row.unless, field_of(row.unless)) for row in answer_rows() if row.unless}
     assert named

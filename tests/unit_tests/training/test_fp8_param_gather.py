@@ -1,4 +1,6 @@
-"""Runs that gather weights as codes compute what other runs do, and save what they save."""
+"""--fp8-param-gather and --fp4-param-gather: losses, states and checkpoints are bit-equal to runs
+that gather bf16 weights.
+"""
 
 from __future__ import annotations
 
@@ -40,9 +42,9 @@ SHARDINGS: dict[str, dict[str, Any]] = {
     "ZeRO-2": {"data_parallel_sharding_strategy": "optim_grads"},
     "ZeRO-3": {},
     "HFSDP": {"num_distributed_optimizer_instances": 2, "outer_dp_sharding_strategy": "optim"},
-    "experts whole": {"expert_model_parallel_size": 1},
-    "experts divided": {"expert_model_parallel_size": 2},
-    "layers divided": {"tensor_model_parallel_size": 2},
+    "no expert parallelism": {"expert_model_parallel_size": 1},
+    "expert parallelism": {"expert_model_parallel_size": 2},
+    "tensor parallelism": {"tensor_model_parallel_size": 2},
 }
 
 
@@ -64,20 +66,20 @@ def expect_same_contents(found: ModuleEngine, expected: ModuleEngine) -> None:
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_losses_weights_and_states_are_those_of_gathered_bf16_weights(recipe: str) -> None:
+def test_gathering_codes_is_bit_equal_to_gathering_bf16_weights(recipe: str) -> None:
     run_ranks(2, _same, recipe, {})
 
 
 @pytest.mark.wide
 @pytest.mark.parametrize("sharding", SHARDINGS)
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_codes_change_no_bit_under_any_sharding(recipe: str, sharding: str) -> None:
+def test_gathering_codes_is_bit_equal_with_every_sharding(recipe: str, sharding: str) -> None:
     options = SHARDINGS[sharding]
     run_ranks(4 if "num_distributed_optimizer_instances" in options else 2, _same, recipe, options)
 
 
 def _with_pauses(engine: ModuleEngine) -> list[float]:
-    """Losses of steps of which one is skipped, and of evaluations before and between them."""
+    """Returns the losses of four steps and two evaluations. One more step is skipped."""
     tokens = torch.randint(VOCAB, (2, 13), generator=torch.Generator().manual_seed(9))
     batch = {"tokens": tokens[:, :-1].contiguous(), "labels": tokens[:, 1:].contiguous()}
 
@@ -108,7 +110,9 @@ def _same_with_pauses(optimizer: OptimizerConfig) -> None:
     "optimizer",
     [pytest.param(ON_DEVICE, id="on the device"), pytest.param(on_host(1.0), id="on the host")],
 )
-def test_scales_of_a_history_move_with_it_where_weights_stay(optimizer: OptimizerConfig) -> None:
+def test_delayed_scales_follow_the_amax_history_through_a_skipped_step(
+    optimizer: OptimizerConfig,
+) -> None:
     run_ranks(2, _same_with_pauses, optimizer)
 
 
@@ -143,7 +147,7 @@ def _offloaded(name: str, recipe: str) -> None:
     ],
 )
 @pytest.mark.parametrize("recipe", ["blockwise", "delayed", *FP4_WIDE])
-def test_the_host_writes_the_codes_that_the_device_would(name: str, recipe: str) -> None:
+def test_offloaded_updates_write_the_same_codes_as_the_device(name: str, recipe: str) -> None:
     run_ranks(2, _offloaded, name, recipe)
 
 
@@ -180,7 +184,7 @@ def test_the_update_makes_codes_where_few_rows_share_a_scale(recipe: str) -> Non
 
 
 def _sent_up(recipe: str) -> tuple[int, int]:
-    """Bytes of the weights that a step sends to the device, and their elements."""
+    """Returns the bytes and elements of quantized weights that a step copies to the device."""
     engine = engine_for(True, recipe, optimizer=on_host(1.0))
     buckets = [
         bucket
@@ -191,7 +195,9 @@ def _sent_up(recipe: str) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize(("recipe", "per_byte"), [("blockwise", 1), ("nvfp4", 2)])
-def test_a_byte_for_one_code_or_two_goes_up_to_the_device(recipe: str, per_byte: int) -> None:
+def test_one_byte_per_fp8_code_or_two_fp4_codes_is_copied_to_the_device(
+    recipe: str, per_byte: int
+) -> None:
     for nbytes, numel in run_ranks(2, _sent_up, recipe):
         assert per_byte * nbytes == numel > 0
 
@@ -200,12 +206,12 @@ def test_a_byte_for_one_code_or_two_goes_up_to_the_device(recipe: str, per_byte:
     ("flag", "low_precision", "optimizer"),
     [
         pytest.param("fp8", {}, {}, id="no recipe"),
-        pytest.param("fp8", {"fp4_format": "e2m1"}, {}, id="codes of four bits"),
-        pytest.param("fp4", BLOCKWISE, {}, id="codes of eight bits"),
+        pytest.param("fp8", {"fp4_format": "e2m1"}, {}, id="fp4 format"),
+        pytest.param("fp4", BLOCKWISE, {}, id="fp8 format"),
         pytest.param("fp8", BLOCKWISE, {"main_params_dtype": "bf16"}, id="bf16 main weights"),
     ],
 )
-def test_what_does_not_go_with_codes_is_refused(
+def test_options_that_exclude_gathering_codes_are_rejected(
     flag: str, low_precision: dict[str, Any], optimizer: dict[str, Any]
 ) -> None:
     with pytest.raises(ConfigError, match=f"--{flag}-param-gather"):
@@ -230,7 +236,7 @@ def _loaded(folder: str, gathers_codes: bool, optimizer: OptimizerConfig) -> Con
     engine = engine_for(gathers_codes, optimizer=optimizer)
     engine.load(SaveLoadMeta(f"{folder}/saved", with_optim=True))
     found = contents_of(engine)
-    # Codes are made of the loaded weights.
+    # The loaded weights are quantized again.
     plain = engine_for(False)
     plain.load(SaveLoadMeta(f"{folder}/saved", with_optim=True))
     expect_same(train(engine, range(2, 3)), train(plain, range(2, 3)))
@@ -244,12 +250,12 @@ def _loaded(folder: str, gathers_codes: bool, optimizer: OptimizerConfig) -> Con
         pytest.param(on_host(1.0), on_host(0.5), id="on the host", marks=pytest.mark.wide),
     ],
 )
-def test_one_rank_loads_the_weights_and_states_that_two_have_saved(
+def test_one_rank_loads_a_checkpoint_of_two_ranks(
     saving: OptimizerConfig, loading: OptimizerConfig, tmp_path: Path
 ) -> None:
     saved = run_ranks(2, _saved, str(tmp_path), True, saving)[0]
     assert differing(run_ranks(1, _loaded, str(tmp_path), True, loading)[0], saved) == []
-    # A checkpoint has main weights only, so it does not depend on how compute weights are kept.
+    # Checkpoints contain main weights only, so the format of compute weights does not matter.
     plain = run_ranks(2, _saved, str(tmp_path / "plain"), False, ON_DEVICE)[0]
     assert differing(plain, saved) == []
 
@@ -273,5 +279,7 @@ def _resumed(folder: str, recipe: str, optimizer: OptimizerConfig) -> None:
     ],
 )
 @pytest.mark.parametrize("recipe", ["blockwise", "delayed", *FP4_WIDE])
-def test_a_run_resumes_to_the_bit(recipe: str, optimizer: OptimizerConfig, tmp_path: Path) -> None:
+def test_a_resumed_run_is_bit_equal(
+    recipe: str, optimizer: OptimizerConfig, tmp_path: Path
+) -> None:
     run_ranks(2, _resumed, str(tmp_path), recipe, optimizer)

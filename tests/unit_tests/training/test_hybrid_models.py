@@ -97,7 +97,7 @@ def _train(engine: ModuleEngine, steps: range) -> list[float]:
 
 
 @on_ranks(2)
-def test_offloaded_training_equals_training_on_the_device_to_the_bit() -> None:
+def test_offloaded_training_is_bit_equal_to_training_on_the_device() -> None:
     on_device = _engine()
     before = contents_of(on_device)
     losses = _train(on_device, range(2))
@@ -135,7 +135,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Contents]:
     ("world_size", "strategy", "fraction"),
     [(1, "optim_grads_params", 0.0), (3, "optim", 0.5)],
 )
-def test_a_checkpoint_of_two_ranks_loads_on_other_numbers_of_ranks_to_the_bit(
+def test_a_checkpoint_of_two_ranks_loads_on_other_numbers_of_ranks_bit_for_bit(
     saved: tuple[str, Contents], world_size: int, strategy: str, fraction: float
 ) -> None:
     folder, expected = saved

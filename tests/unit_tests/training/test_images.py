@@ -1,4 +1,4 @@
-"""Pictures become the patches that Qwen's image processors make."""
+"""Patches of pictures equal the ones of Qwen's image processors."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_patches_match_transformers(processing: ImageProcessing, size: tuple[int
     st.integers(1, 3000), st.integers(1, 3000), st.sampled_from([(14, 2), (16, 2), (4, 1)]),
     st.sampled_from([(1, 10**6), (56 * 56, 28 * 28 * 1280), (10**6, 2 * 10**6)]),
 )  # fmt: skip
-def test_pictures_are_brought_to_the_size_that_transformers_brings_them_to(
+def test_pictures_are_resized_as_in_transformers(
     height: int, width: int, patches: tuple[int, int], pixels: tuple[int, int]
 ) -> None:
     qwen = pytest.importorskip("transformers.models.qwen2_vl.image_processing_pil_qwen2_vl")
@@ -68,7 +68,7 @@ def test_pictures_are_brought_to_the_size_that_transformers_brings_them_to(
     assert own.resized(height, width) == expected
 
 
-def test_files_of_many_kinds_are_read_upright_and_in_rgb(tmp_path: Path) -> None:
+def test_files_of_many_formats_are_read_upright_and_in_rgb(tmp_path: Path) -> None:
     image = picture(24, 16)
     expected = SMALL.patches_of(image)
     for name in ("a.png", "b.bmp", "c.webp"):
@@ -76,7 +76,7 @@ def test_files_of_many_kinds_are_read_upright_and_in_rgb(tmp_path: Path) -> None
         assert np.array_equal(SMALL.load(tmp_path / name).pixels, expected.pixels), name
 
     exif = PIL.Exif()
-    exif[0x0112] = 6  # it lies on its side
+    exif[0x0112] = 6  # rotated by 90 degrees
     image.rotate(90, expand=True).save(tmp_path / "turned.png", exif=exif)
     assert np.array_equal(SMALL.load(tmp_path / "turned.png").pixels, expected.pixels)
 
@@ -85,7 +85,7 @@ def test_files_of_many_kinds_are_read_upright_and_in_rgb(tmp_path: Path) -> None
         assert SMALL.load(tmp_path / f"{mode}.png").grid == expected.grid
 
 
-# A black disc on nothing: what is hidden there is red, green, or black, too.
+# A black disc on a transparent ground, whose hidden color is red, green, or black.
 def cutout(mode: str, hidden: tuple[int, int, int]) -> Any:
     rows, columns = np.mgrid[:32, :40]
     distance = np.hypot(rows - 15.5, columns - 19.5)
@@ -124,7 +124,7 @@ TRANSPARENT = {
 
 
 @pytest.mark.parametrize("name", TRANSPARENT)
-def test_white_shows_through_transparent_pictures_as_in_transformers(
+def test_transparent_pictures_have_a_white_ground_as_in_transformers(
     tmp_path: Path, name: str
 ) -> None:
     image, options = TRANSPARENT[name]
@@ -138,7 +138,7 @@ def test_white_shows_through_transparent_pictures_as_in_transformers(
     assert (corner > 200).all(), "nothing is there"
 
 
-def test_transparent_pictures_that_are_turned_keep_what_is_transparent(tmp_path: Path) -> None:
+def test_rotated_transparent_pictures_keep_their_transparency(tmp_path: Path) -> None:
     exif = PIL.Exif()
     exif[0x0112] = 3  # upside down
     palette((0, 90, 180)).save(tmp_path / "turned.png", transparency=3, exif=exif)
@@ -182,7 +182,7 @@ def test_gray_values_without_a_known_range_are_rejected(
         SMALL.load(tmp_path / "values.tiff")
 
 
-def test_what_is_no_picture_is_rejected_by_name(tmp_path: Path) -> None:
+def test_other_files_than_pictures_are_rejected_with_their_name(tmp_path: Path) -> None:
     picture(64, 64).save(tmp_path / "whole.png")
     whole = (tmp_path / "whole.png").read_bytes()
     (tmp_path / "cut.png").write_bytes(whole[: len(whole) // 2])
@@ -238,6 +238,6 @@ def test_a_processor_directory_specifies_how_pictures_are_prepared(tmp_path: Pat
         ({"mean": (0.5,)}, "--image-mean: expected three numbers"),
     ],
 )
-def test_settings_without_a_meaning_are_rejected(values: dict[str, Any], told: str) -> None:
+def test_invalid_settings_of_processors_are_rejected(values: dict[str, Any], told: str) -> None:
     with pytest.raises(ConfigError, match=told):
         ImageProcessing(**values)

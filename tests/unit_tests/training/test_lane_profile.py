@@ -1,4 +1,4 @@
-"""`--profile-lanes`: which iterations, where files go, and what is told when some are missing."""
+"""`--profile-lanes`: the recorded iterations, the files, and warnings about missing iterations."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def profile_of(root: Path, text: str = "20:23", rank: int = 0) -> LaneProfile:
 
 
 def make(profile: LaneProfile, first: int, last: int, train_iters: int = 30) -> None:
-    """The iterations of one start of a run, as the loop makes them."""
+    """Runs the iterations of one start of a run, as the loop does."""
     profile.prepare(first - 1, train_iters)
     for number in range(first, last + 1):
         profile.begin(number)
@@ -58,13 +58,13 @@ def test_a_range_is_a_slice():
     ["20", "23:20", "20:20", "0:3", "20:-1", "a:b", "20:", ":3", "20:23:2", "1:102", "1:9999999999",
      "20:23\n", "\uff120:23", " 20:23"],
 )  # fmt: skip
-def test_nonsense_is_refused_in_one_line(text: str):
+def test_an_invalid_range_is_an_error_of_one_line(text: str):
     with pytest.raises(ConfigError, match="--profile-lanes: expected FIRST:STOP, as 20:23") as got:
         config_of("--events-dir", "events", "--profile-lanes", text)
     assert "\n" not in str(got.value)
 
 
-def test_there_must_be_a_place_and_a_training():
+def test_recording_requires_a_directory_and_training():
     with pytest.raises(
         ConfigError, match="--profile-lanes: expected --profile-lanes-dir, --events-dir or"
     ):
@@ -77,7 +77,7 @@ def test_there_must_be_a_place_and_a_training():
         config_of("--profile-lanes", "20:23", "--profile-lanes-dir", "s3://bucket")
 
 
-def test_the_place_is_beside_the_event_log_unless_another_is_given():
+def test_the_default_directory_is_next_to_the_event_log():
     beside = config_of("--profile-lanes", "20:23", "--events-dir", "events")
     assert beside.timelines_dir == "events/timelines"
     assert beside.engine().records_timings
@@ -86,18 +86,18 @@ def test_the_place_is_beside_the_event_log_unless_another_is_given():
     assert not config_of("--events-dir", "events").engine().records_timings
 
 
-def test_without_the_flag_the_loop_has_what_records_nothing():
+def test_without_the_flag_nothing_is_recorded():
     assert Loop.__dataclass_fields__["profile"].default is NO_LANE_PROFILE
     assert isinstance(NO_LANE_PROFILE, NoLaneProfile)
     NO_LANE_PROFILE.begin(1)
     assert vars(NO_LANE_PROFILE) == {}, "nothing is kept"
 
 
-def test_each_rank_writes_what_it_did_in_these_iterations(tmp_path: Path):
+def test_each_rank_writes_its_trace_of_the_iterations(tmp_path: Path):
     for rank in (0, 1):
         make(profile_of(tmp_path, rank=rank), 1, 30)
         if rank == 0:
-            # Ranks of one recording get the name from rank 0.
+            # All ranks use rank 0's name for the recording.
             (tmp_path / "iterations_20-22").rename(tmp_path / "of_rank_0")
     trace = read(tmp_path, "iterations_20-22", rank=1)
     assert (trace.rank, trace.world_size) == (1, 2)
@@ -108,16 +108,16 @@ def test_each_rank_writes_what_it_did_in_these_iterations(tmp_path: Path):
     assert abs(trace.iterations[20].begin) < 60, "seconds since the recording began"
 
 
-def test_a_rank_whose_machine_has_a_disk_of_its_own_makes_the_folder_there(tmp_path: Path):
+def test_a_rank_on_a_separate_disk_creates_the_directory(tmp_path: Path):
     profile = profile_of(tmp_path / "timelines", "1:2", rank=1)
     profile.prepare(0, 30)
-    (tmp_path / "timelines").rmdir()  # which rank 0 has made, on its machine
+    (tmp_path / "timelines").rmdir()  # created by rank 0 on its machine
     profile.begin(1)
     profile.finish(1)
     assert files(tmp_path) == ["timelines/iterations_1-1/trace_rank1.json"]
 
 
-def test_a_file_is_written_as_soon_as_all_of_it_is_over(tmp_path: Path):
+def test_a_trace_is_written_once_all_of_its_work_is_done(tmp_path: Path):
     profile = profile_of(tmp_path, "1:2")
     profile.prepare(0, 30)
     profile.begin(1)
@@ -133,7 +133,7 @@ def test_a_file_is_written_as_soon_as_all_of_it_is_over(tmp_path: Path):
     assert {one.name for one in read(tmp_path, "iterations_1-1").slices} == {"iteration 1", "late"}
 
 
-def test_what_is_never_over_is_left_out_at_the_end(tmp_path: Path):
+def test_unfinished_work_is_left_out_at_the_end(tmp_path: Path):
     profile = profile_of(tmp_path, "1:3")
     profile.prepare(0, 30)
     profile.begin(1)
@@ -143,14 +143,14 @@ def test_what_is_never_over_is_left_out_at_the_end(tmp_path: Path):
     assert only.kind == ITERATION
 
 
-def test_a_restarted_run_overwrites_nothing(tmp_path: Path):
+def test_a_restarted_run_does_not_overwrite_traces(tmp_path: Path):
     for start in range(3):
         make(profile_of(tmp_path), 1 + start, 30)
     folders = {str(Path(file).parent) for file in files(tmp_path)}
     assert folders == {"iterations_20-22", "iterations_20-22.2", "iterations_20-22.3"}
 
 
-def test_a_run_that_dies_in_the_middle_leaves_nothing(tmp_path: Path):
+def test_a_run_that_dies_while_recording_leaves_no_files(tmp_path: Path):
     profile = profile_of(tmp_path)
     profile.prepare(0, 30)
     for number in range(1, 22):
@@ -168,7 +168,7 @@ def test_a_run_that_dies_in_the_middle_leaves_nothing(tmp_path: Path):
         (24, 30, ["iterations 20 to 22 will not be recorded", "iterations 20 to 22 were not"]),
     ],
 )  # fmt: skip
-def test_what_was_not_recorded_is_told(
+def test_iterations_that_were_not_recorded_are_logged(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, first: int, last: int, expected: list[str]
 ):
     make(profile_of(tmp_path), first, last)
@@ -178,20 +178,20 @@ def test_what_was_not_recorded_is_told(
         assert text in warning
 
 
-def test_a_range_beyond_the_end_of_the_run_is_told_when_it_begins(
+def test_a_range_beyond_the_end_of_the_run_is_logged_at_its_start(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ):
     profile_of(tmp_path).prepare(0, 19)
     assert "iterations 20 to 22 will not be recorded, since this start" in caplog.text
 
 
-def test_a_folder_that_cannot_be_made_is_refused_when_the_run_begins(tmp_path: Path):
+def test_an_unwritable_directory_is_rejected_at_the_start_of_the_run(tmp_path: Path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="--profile-lanes: expected a writable directory"):
         profile_of(tmp_path / "file" / "timelines").prepare(0, 30)
 
 
-def test_training_goes_on_if_the_file_cannot_be_written(
+def test_training_continues_if_a_trace_cannot_be_written(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ):
     profile = profile_of(tmp_path)

@@ -1,4 +1,4 @@
-"""examples/llama3_8b_offload_1gpu.yaml: its flags, and the memory that its comments name."""
+"""examples/llama3_8b_offload_1gpu.yaml: its flags, and the memory sizes in its comments."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ROW = re.compile(r"#   (?P<name>\S.*?)  +(?P<factors>\d bytes x [\dx, ]+)?.* (?P
 
 @pytest.fixture
 def config(tmp_path, monkeypatch) -> RunConfig:
-    """Of the file as it is, in a folder with the files that it names."""
+    """The configuration of the unchanged file, in a directory with the files it refers to."""
     (tmp_path / "data" / "llama3").mkdir(parents=True)
     for name in ("llama3_text_document.bin", "llama3_text_document.idx", "llama3/tokenizer.json"):
         (tmp_path / "data" / name).touch()
@@ -34,7 +34,7 @@ def config(tmp_path, monkeypatch) -> RunConfig:
 
 
 def model_of(config: RunConfig) -> GPTModel:
-    """On meta. The vocabulary needs no padding."""
+    """Builds the model on meta. The vocabulary needs no padding."""
     vocab_size = config.tokenizer.vocab_size
     assert vocab_size % config.tokenizer.make_vocab_size_divisible_by == 0
     with torch.device("meta"):
@@ -42,8 +42,8 @@ def model_of(config: RunConfig) -> GPTModel:
 
 
 def rows() -> tuple[dict[str, str], dict[str, str]]:
-    """Sizes by name, in the order of the tables: the card's and the host's. Each is the product of
-    the numbers beside it.
+    """Returns the sizes in the tables of device and host by name, in order. Each is the product of
+    the numbers in its row.
     """
     tables = []
     for text in EXAMPLE.read_text().split("# Host memory", maxsplit=1):
@@ -59,7 +59,7 @@ def rows() -> tuple[dict[str, str], dict[str, str]]:
 
 
 def shown(nbytes: dict[str, int]) -> dict[str, str]:
-    """As the tables have it."""
+    """Formats a size as in the tables."""
     sizes = {**nbytes, "in all": sum(nbytes.values())}
     return {name: format_bytes(size) for name, size in sizes.items()}
 
@@ -78,7 +78,7 @@ def test_the_model_is_llama_3_8b(config):
     assert config.optimizer.optimizer_offload_fraction == 1
 
 
-def test_the_host_memory_it_names_is_what_the_preflight_asks_for(config):
+def test_the_host_memory_in_its_comments_matches_the_preflight(config):
     plan = plan_offload(model_of(config), config.optimizer)
     planned = plan_memory(
         model_of(config), state_settings(config.engine(), 1, is_accelerator=True), plan
@@ -90,14 +90,14 @@ def test_the_host_memory_it_names_is_what_the_preflight_asks_for(config):
         "optimizer states, fp32": 8 * plan.host_numel,
     }
     assert rows()[1] == shown(expected)
-    # New weights share the gradients' memory; what aligns rows in a buffer comes on top.
+    # New weights share the gradients' memory. Alignment of rows in a buffer is added.
     for what, nbytes in expected.items():
         asked = needs.pop(what.split(",")[0])
         assert nbytes < asked < 1.001 * nbytes
     assert needs == {}
 
 
-def test_the_memory_of_the_card_it_names_adds_up(config):
+def test_the_device_memory_in_its_comments_adds_up(config):
     model, of_bf16 = model_of(config), torch.bfloat16.itemsize
     layers = sharding_units(model)
     vocab_size, hidden_size = model.vocab_size, config.model.hidden_size

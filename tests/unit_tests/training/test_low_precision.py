@@ -1,4 +1,4 @@
-"""Training with quantised operands: on any number of ranks, offloaded, recomputed, resumed."""
+"""Training in fp8 and fp4: numbers of ranks, offloading, recomputation, and checkpoints."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ BF16 = LowPrecisionConfig()
 
 
 def wide(names: set[str]) -> list[Any]:
-    """Recipes that only the wide matrix runs."""
+    """Returns recipes with the marker `wide`."""
     return [pytest.param(name, marks=pytest.mark.wide) for name in sorted(names)]
 
 
@@ -89,7 +89,7 @@ class Run(NamedTuple):
     """A training run.
 
     Attributes:
-        fraction: of the optimizer's states in host memory; None: without offloading.
+        fraction: fraction of the optimizer states in host memory; None: no offloading.
     """
 
     recipe: LowPrecisionConfig
@@ -130,7 +130,7 @@ class Trained(NamedTuple):
 
 
 def train(engine: ModuleEngine, steps: range, *, share: bool = True) -> list[float]:
-    """Trains on two microbatches a step, which ranks share, or which each of them has."""
+    """Trains on two microbatches per step. Ranks divide them if `share`, else each has both."""
 
     def forward_step(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         tokens = batch["tokens"]
@@ -158,7 +158,7 @@ def trained(engine: ModuleEngine, steps: range = range(4)) -> Trained:
 
 
 def results(world_size: int, *runs: Run) -> list[Trained]:
-    """What each of some runs trains; the same on all ranks."""
+    """Trains each run and returns rank 0's results."""
 
     def train_all(runs: tuple[Run, ...]) -> list[Trained]:
         return [trained(run.engine()) for run in runs]
@@ -175,7 +175,7 @@ def expect_equal(one: Trained, other: Trained) -> None:
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_each_recipe_trains_on_two_ranks_as_on_one(name: str) -> None:
+def test_each_recipe_gives_the_same_losses_on_one_and_two_ranks(name: str) -> None:
     recipe = RECIPES[name]
     (alone, in_bf16) = results(1, Run(recipe), Run(BF16))
     sharded, replicated = results(2, Run(recipe), Run(recipe, strategy="optim"))
@@ -183,7 +183,7 @@ def test_each_recipe_trains_on_two_ranks_as_on_one(name: str) -> None:
     assert sharded.losses == pytest.approx(alone.losses, rel=1e-5)
     assert replicated.losses == pytest.approx(alone.losses, rel=1e-5)
     assert alone.losses != in_bf16.losses
-    # It learns what bf16 learns, up to the rounding of three layers.
+    # The losses follow bf16's, up to the rounding of three layers.
     assert alone.losses == pytest.approx(in_bf16.losses, rel=0.05)
     assert alone.losses[-1] < alone.losses[0] or in_bf16.losses[-1] > in_bf16.losses[0]
 
@@ -194,7 +194,7 @@ MOVING = ExecutionConfig(
 
 
 @pytest.mark.parametrize("name", ["delayed", "nvfp4", *wide(set(RECIPES) - {"delayed", "nvfp4"})])
-def test_offloaded_states_and_recomputed_or_moved_layers_change_no_bit(name: str) -> None:
+def test_offloading_and_recomputation_are_bit_equal(name: str) -> None:
     recipe = RECIPES[name]
     plain, *others = results(
         2,
@@ -213,7 +213,9 @@ def test_offloaded_states_and_recomputed_or_moved_layers_change_no_bit(name: str
 
 @pytest.mark.parametrize("model", ["mixture", "hybrid"])
 @pytest.mark.parametrize("name", ["delayed", *wide(set(RECIPES) - {"delayed"})])
-def test_mixtures_and_hybrids_train_on_two_ranks_as_on_one(name: str, model: str) -> None:
+def test_moe_and_hybrid_models_give_the_same_losses_on_one_and_two_ranks(
+    name: str, model: str
+) -> None:
     recipe = RECIPES[name]
     (alone, in_bf16) = results(1, Run(recipe, MODELS[model]), Run(BF16, MODELS[model]))
     (sharded,) = results(2, Run(recipe, MODELS[model], strategy="optim_grads"))
@@ -222,13 +224,13 @@ def test_mixtures_and_hybrids_train_on_two_ranks_as_on_one(name: str, model: str
     assert alone.losses == pytest.approx(in_bf16.losses, rel=0.05)
 
 
-def test_tensor_parallel_ranks_train_with_the_scales_of_their_parts() -> None:
+def test_tensor_parallel_ranks_agree_on_losses_and_amax_histories() -> None:
     recipe = RECIPES["delayed"]
     (alone,) = results(1, Run(recipe))
     parallel = {"tensor_model_parallel_size": 2}
 
     def train_divided() -> tuple[list[float], list[torch.Tensor]]:
-        # Both ranks have all samples.
+        # Both ranks read all samples.
         run = Run(recipe, parallel=parallel)
         engine = run.engine()
         found = train(engine, range(3), share=False)
@@ -241,7 +243,7 @@ def test_tensor_parallel_ranks_train_with_the_scales_of_their_parts() -> None:
 
 
 def save(run: Run, folder: str) -> Trained:
-    """The run after four steps, of which the first two were saved."""
+    """Trains four steps and saves a checkpoint after the second."""
     engine = run.engine()
     train(engine, range(2))
     engine.save(SaveLoadMeta(f"{folder}/saved", "dcp", with_optim=True))
@@ -261,7 +263,7 @@ def read(run: Run, folder: str) -> Trained:
 
 
 @pytest.mark.parametrize("name", ["delayed", *wide(set(RECIPES) - {"delayed"})])
-def test_a_run_resumes_to_the_bit_and_its_states_load_on_another_number_of_ranks(
+def test_a_resumed_run_is_bit_equal_and_one_rank_loads_its_states(
     name: str, tmp_path: Path
 ) -> None:
     run, folder = Run(RECIPES[name], MIXTURE), str(tmp_path)
@@ -287,7 +289,7 @@ def save_now(run: Run, folder: str) -> Trained:
     "gathers_codes", [False, pytest.param(True, marks=pytest.mark.wide)], ids=["bf16", "codes"]
 )
 @pytest.mark.parametrize("name", ["blockwise", *wide(set(RECIPES) - {"blockwise"})])
-def test_two_ranks_load_the_states_that_four_have_saved(
+def test_two_ranks_load_a_checkpoint_of_four_ranks(
     name: str, gathers_codes: bool, tmp_path: Path
 ) -> None:
     parallel = gathering(name) if gathers_codes else {}
@@ -320,14 +322,14 @@ def _loaded_into_each_other(folder: str) -> None:
                 loading.load(SaveLoadMeta(f"{folder}/{path}", weight_format, with_optim=is_dcp))
                 for own, weight in loading.model.named_parameters():
                     assert torch.equal(local_tensor(weight), local_tensor(expected[own])), path
-            train(loading, range(1))  # with other weights before the next load
+            train(loading, range(1))  # changes the weights before the next load
 
 
-def test_weights_and_states_go_from_any_recipe_to_any_other(tmp_path: Path) -> None:
+def test_checkpoints_and_exports_load_with_any_other_recipe(tmp_path: Path) -> None:
     run_ranks(1, _loaded_into_each_other, str(tmp_path))
 
 
-def test_layers_at_the_ends_and_what_is_no_hidden_layer_stay_in_bf16() -> None:
+def test_first_and_last_layers_and_modules_outside_of_layers_stay_in_bf16() -> None:
     recipe = replace(RECIPES["blockwise"], first_last_layers_bf16=True, num_layers_at_end_in_bf16=0)
 
     def names(model: TransformerConfig) -> set[str]:
@@ -354,7 +356,7 @@ def test_layers_at_the_ends_and_what_is_no_hidden_layer_stay_in_bf16() -> None:
     }
 
 
-def test_files_for_hugging_face_have_no_histories(tmp_path: Path) -> None:
+def test_hugging_face_exports_have_no_amax_histories(tmp_path: Path) -> None:
     def export(folder: str) -> list[str]:
         engine = Run(RECIPES["delayed"]).engine()
         train(engine, range(1))
@@ -364,7 +366,7 @@ def test_files_for_hugging_face_have_no_histories(tmp_path: Path) -> None:
         again.load(SaveLoadMeta(folder, "hf", with_optim=False))
         after = contents_of(again)
         assert before.weights.keys() == after.weights.keys()
-        # Weights of the files are bf16.
+        # Exported weights are bf16.
         assert all(
             torch.allclose(after.weights[name], weight, rtol=2**-8, atol=0)
             for name, weight in before.weights.items()

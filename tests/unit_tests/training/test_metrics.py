@@ -27,7 +27,7 @@ RATES = Rates(
 
 
 class Recorder:
-    """A sink that remembers."""
+    """A sink that keeps its records."""
 
     def __init__(self) -> None:
         self.records: list[tuple[str, dict]] = []
@@ -127,7 +127,7 @@ def test_pauses_are_left_out_of_the_next_steps_time(now):
     assert [record["elapsed_ms"] for _, record in sink.records] == [1000.0, 2000.0]
 
 
-def test_the_loss_scale_and_the_zeros_are_reported_where_there_are_any(now, shown):
+def test_the_loss_scale_and_the_zeros_are_reported_if_present(now, shown):
     sink = Recorder()
     metrics = make(now, sink, log_interval=1)
     for iteration, outcome in enumerate(
@@ -148,7 +148,7 @@ def test_the_loss_scale_and_the_zeros_are_reported_where_there_are_any(now, show
     assert (record["loss_scale"], record["num_zeros"]) == (2.0**32, 7)
 
 
-def test_a_step_without_learned_tokens_has_no_part_in_the_reported_losses(now, shown):
+def test_a_fully_masked_step_is_not_in_the_reported_losses(now, shown):
     sink = Recorder()
     metrics = make(now, sink, log_interval=2)
     for iteration, loss in ((1, 3.0), (2, 0.0)):
@@ -184,7 +184,7 @@ def test_jsonl_is_one_valid_object_a_line_and_numbers_come_back_exactly(tmp_path
     assert second["loss"] is None
 
 
-def test_a_disk_that_is_full_costs_lines_and_one_warning_but_not_the_run(
+def test_a_full_disk_loses_lines_with_one_warning_and_does_not_end_the_run(
     tmp_path, monkeypatch, shown
 ):
     path = tmp_path / "metrics.jsonl"
@@ -203,7 +203,7 @@ def test_a_disk_that_is_full_costs_lines_and_one_warning_but_not_the_run(
     assert message.startswith(f"Could not write {path}: [Errno 28] No space left on device.")
 
 
-def test_a_default_metrics_file_that_cannot_be_is_one_warning(tmp_path, shown):
+def test_an_unwritable_default_metrics_file_is_one_warning(tmp_path, shown):
     (tmp_path / "file").write_text("")
     path = tmp_path / "file" / "metrics.jsonl"
     (sink,) = build_sinks(LoggingConfig(), {}, start_iteration=0, default_jsonl=str(path))
@@ -212,7 +212,7 @@ def test_a_default_metrics_file_that_cannot_be_is_one_warning(tmp_path, shown):
     assert message.startswith(f"Could not write {path}: ")
 
 
-def test_no_metrics_file_and_one_of_ones_own_are_preferred_to_the_default(tmp_path):
+def test_metrics_jsonl_overrides_the_default_file(tmp_path):
     default, own = tmp_path / "metrics.jsonl", tmp_path / "own"
     build_sinks(LoggingConfig(metrics_jsonl=str(own)), {}, 0, default_jsonl=str(default))
     assert (own.exists(), default.exists()) == (True, False)
@@ -227,7 +227,7 @@ def config_of(*flags: object) -> RunConfig:
     return parse_config([*required.split(), *map(str, flags)], world_size=1)
 
 
-def test_a_runs_metrics_are_beside_its_events_unless_it_says_otherwise(tmp_path):
+def test_metrics_are_next_to_the_events_by_default(tmp_path):
     run, events = tmp_path / "run", tmp_path / "events"
     assert config_of().metrics_jsonl is None, "there is no folder for it"
     assert config_of("--save", run).metrics_jsonl == str(run / "metrics.jsonl")
@@ -237,7 +237,7 @@ def test_a_runs_metrics_are_beside_its_events_unless_it_says_otherwise(tmp_path)
     assert config_of("--save", run, "--metrics-jsonl", "none").metrics_jsonl is None
 
 
-def test_the_settings_that_are_given_are_those_that_are_no_defaults():
+def test_given_settings_are_the_ones_that_differ_from_defaults():
     given = config_of("--weight-decay", 0.125).given()
     assert given["weight_decay"] == 0.125
     assert given["num_layers"] == 1
@@ -264,7 +264,7 @@ def test_memory_is_recorded_with_the_first_step_and_at_each_log_line(now):
     assert not any("peak_device_memory_bytes" in record for _, record in sink.records)
 
 
-def test_events_go_to_a_folder_of_the_file_system():
+def test_a_remote_events_dir_is_rejected():
     assert LoggingConfig(events_dir="runs/events").events_dir == "runs/events"
     with pytest.raises(
         ConfigError,
@@ -299,9 +299,7 @@ def test_a_resumed_run_drops_the_curve_beyond_its_start(tmp_path):
 
 
 def fake_wandb(monkeypatch, logged: list) -> list[dict]:
-    """Installs a package wandb, all of whose runs are run1. Returns what `init` was asked for, call
-    by call.
-    """
+    """Installs a fake wandb with one run, run1. Returns the arguments of each call of `init`."""
     run = SimpleNamespace(
         id="run1",
         log=lambda scalars, step: logged.append((step, scalars)),
@@ -315,7 +313,7 @@ def fake_wandb(monkeypatch, logged: list) -> list[dict]:
     return asked
 
 
-def test_wandb_is_told_what_tensorboard_is_told(monkeypatch):
+def test_wandb_gets_the_metrics_of_tensorboard(monkeypatch):
     logged = []
     asked = fake_wandb(monkeypatch, logged)
     (sink,) = build_sinks(
@@ -335,7 +333,7 @@ def test_wandb_is_told_what_tensorboard_is_told(monkeypatch):
     assert logged == [(3, {"train/loss": 2.5}), "end"]
 
 
-def test_a_resumed_run_goes_on_with_its_wandb_run(monkeypatch, now):
+def test_a_resumed_run_continues_with_its_wandb_run(monkeypatch, now):
     asked = fake_wandb(monkeypatch, [])
     config = LoggingConfig(wandb_project="p")
     state = None
@@ -347,7 +345,7 @@ def test_a_resumed_run_goes_on_with_its_wandb_run(monkeypatch, now):
     assert (asked[-1]["id"], asked[-1]["resume"]) == ("run1", "allow")
 
 
-def test_wandb_that_is_not_installed_is_named_with_its_extra(monkeypatch):
+def test_the_error_for_a_missing_wandb_has_the_extra(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda _name: None)
     with pytest.raises(
         ConfigError, match=r"--wandb-project: expected the package wandb .*\[wandb\]"
@@ -355,7 +353,7 @@ def test_wandb_that_is_not_installed_is_named_with_its_extra(monkeypatch):
         LoggingConfig(wandb_project="p")
 
 
-# What a mean of three shows in its last digits, and what is in no mean.
+# Losses that a mean of three shows in its last digits, and ones outside of any mean.
 LOSSES = {
     1: 0.1,
     2: 0.2,
@@ -385,7 +383,7 @@ def run_with_a_restart(now, shown, restart_after: int | None) -> list[str]:
     return list(shown.messages)
 
 
-def test_a_resumed_run_prints_the_lines_of_an_uninterrupted_one(now, shown, monkeypatch):
+def test_a_resumed_run_prints_the_lines_of_an_uninterrupted_run(now, shown, monkeypatch):
     # Every digit of the loss, since a mean without the steps before the restart could look the same
     # in seven.
     monkeypatch.setattr(Metrics, "_interval_line", exact_line(Metrics._interval_line))
@@ -412,14 +410,14 @@ def exact_line(line):
         {"interval_losses": [math.inf]},
     ],
 )
-def test_a_state_that_lacks_the_losses_or_has_others_starts_the_interval_anew(now, shown, state):
+def test_a_state_without_matching_losses_restarts_the_log_interval(now, shown, state):
     metrics = make(now, Recorder(), log_interval=1, state=state)
     now[0] += 1.0
     report(metrics, 1, 4.0)
     assert "lm loss: 4.000000E+00" in shown.messages[0]
 
 
-def test_the_state_is_a_copy_and_holds_what_the_sinks_give(now):
+def test_the_state_is_a_copy_and_includes_the_states_of_the_sinks(now):
     metrics = make(now, Recorder(), log_interval=5)
     report(metrics, 1, 2.0)
     state = metrics.state()

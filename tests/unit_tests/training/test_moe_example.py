@@ -1,4 +1,4 @@
-"""examples/moe_cpu.yaml: what its comments and docs/moe.md say of it."""
+"""examples/moe_cpu.yaml matches its comments and docs/moe.md."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[3]
 
 @pytest.fixture
 def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunConfig:
-    """Of the file as it is, in a folder with the files that it names."""
+    """The configuration of the unchanged file, in a directory with the files it refers to."""
     (tmp_path / "data").mkdir()
     for name in ("stdlib_text_document.bin", "stdlib_text_document.idx", "stdlib_tokenizer.json"):
         (tmp_path / "data" / name).touch()
@@ -38,7 +38,7 @@ def test_all_but_the_first_layer_have_experts_of_which_a_token_uses_an_eighth(co
         assert mixture.router.balance_coeff > 0
 
 
-def test_the_sizes_are_those_that_its_comment_states(config: RunConfig):
+def test_the_sizes_match_its_comment(config: RunConfig):
     with torch.device("meta"):
         model = GPTModel(config.model, 4096)
     experts = sum(p.numel() for n, p in model.named_parameters() if ".experts." in n)
@@ -51,7 +51,7 @@ def test_the_sizes_are_those_that_its_comment_states(config: RunConfig):
     )
 
 
-def test_experts_are_offloaded_and_nothing_else(config: RunConfig):
+def test_only_experts_are_offloaded(config: RunConfig):
     with torch.device("meta"):
         model = GPTModel(config.model, 4096)
     plan = plan_offload(model, config.optimizer)

@@ -1,4 +1,4 @@
-"""What `pretrain` builds, in which order, and what it tells whom; no ranks, and no training."""
+"""The objects that `pretrain` builds, their order and arguments, without ranks and training."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ EVERY = ("--num-workers", "0", "--eval-iters", "2", "--eval-interval", "100")
 
 
 class Wired:
-    """A run of `pretrain` whose engine, resumer and saver are stand-ins."""
+    """A run of `pretrain` with a fake engine, resumer and saver."""
 
     def __init__(
         self, patch: pytest.MonkeyPatch, folder: Path, *flags: str, loaded: Loaded | None = None
@@ -109,9 +109,7 @@ def checkpoint(iteration: int, **says: Any) -> Loaded:
     return Loaded(f"/saved/iter_{iteration:07d}", info, [])
 
 
-def test_a_run_is_built_loaded_given_data_trained_and_evaluated_in_this_order(
-    monkeypatch, tmp_path
-):
+def test_a_run_builds_loads_reads_data_trains_and_evaluates_in_this_order(monkeypatch, tmp_path):
     wired = Wired(monkeypatch, tmp_path)
     outcome = wired.run()
     assert outcome == Outcome(10, validation_loss=2.5, test_loss=2.5)
@@ -130,9 +128,7 @@ def test_a_run_is_built_loaded_given_data_trained_and_evaluated_in_this_order(
     ]
 
 
-def test_a_resumed_run_asks_for_the_samples_of_the_whole_run_and_trains_the_rest(
-    monkeypatch, tmp_path
-):
+def test_a_resumed_run_builds_datasets_for_the_whole_run_and_trains_the_rest(monkeypatch, tmp_path):
     wired = Wired(monkeypatch, tmp_path, loaded=checkpoint(7))
     assert wired.run(restart_count=2).iteration == 10
     assert wired.made["resumer"]["restart_count"] == 2
@@ -143,7 +139,7 @@ def test_a_resumed_run_asks_for_the_samples_of_the_whole_run_and_trains_the_rest
     ]  # fmt: skip
 
 
-def test_a_run_that_only_evaluates_prepares_no_folder_and_asks_for_no_training_data(
+def test_a_run_that_only_evaluates_needs_no_save_directory_and_no_training_data(
     monkeypatch, tmp_path
 ):
     wired = Wired(monkeypatch, tmp_path, "--skip-train")
@@ -151,7 +147,7 @@ def test_a_run_that_only_evaluates_prepares_no_folder_and_asks_for_no_training_d
     assert wired.without_steps()[2:5] == ["load", ("datasets", (0, 8, 8)), "enter saver"]
 
 
-def test_a_run_that_stops_early_evaluates_nothing_and_says_why(monkeypatch, tmp_path):
+def test_a_run_that_stops_early_skips_evaluations_and_has_a_reason(monkeypatch, tmp_path):
     wired = Wired(monkeypatch, tmp_path, "--exit-interval", "3")
     reason = "iteration 3 is a multiple of --exit-interval 3"
     outcome = wired.run()
@@ -167,7 +163,7 @@ def test_a_planned_stop_before_the_end_is_not_finished(monkeypatch, tmp_path, it
     assert (event["name"], event["code"], event["reason"]) == (name, 0, "a reason")
 
 
-def test_an_error_is_written_down_once_and_the_saver_is_left(monkeypatch, tmp_path):
+def test_an_error_is_recorded_once_and_the_saver_is_closed(monkeypatch, tmp_path):
     wired = Wired(monkeypatch, tmp_path)
     monkeypatch.setattr(wired.engine, "train_batch", lambda *_args, **_named: 1 / 0)
     with pytest.raises(ZeroDivisionError):
@@ -186,7 +182,7 @@ def test_data_that_differs_from_the_checkpoints_is_a_warning(monkeypatch, tmp_pa
     assert "the training data has changed" in caplog.text
 
 
-def test_epochs_between_saves_become_samples_of_data_that_has_an_end(tmp_path):
+def test_epochs_between_saves_are_converted_to_samples(tmp_path):
     config = config_of("--save", str(tmp_path), "--save-interval-epochs", "0.5")
     has_end = SimpleNamespace(samples_per_epoch=9)
     assert module._frequency(config, has_end).samples == 4
@@ -194,7 +190,7 @@ def test_epochs_between_saves_become_samples_of_data_that_has_an_end(tmp_path):
         module._frequency(config, DATA)
 
 
-def test_ranks_are_given_the_time_of_a_step_and_that_of_two_saves():
+def test_the_watchdog_gets_the_timeouts_of_a_step_and_of_two_saves():
     flags = ("--distributed-timeout-minutes", "3", "--save-timeout-minutes", "4", "--save", "x")
     assert module._hang_limits(config_of(*flags)) == (180.0, 480.0)
     assert module._hang_limits(config_of(*flags, "--hang-timeout-seconds", "5")) == (5.0, 480.0)
@@ -219,7 +215,7 @@ def test_a_configuration_that_cannot_be_written_is_a_warning(tmp_path, caplog):
     assert str(tmp_path / "file") in record.message
 
 
-def test_a_resume_shows_what_has_changed_since_the_checkpoint_and_nothing_else(caplog):
+def test_a_resume_logs_only_settings_that_changed_since_the_checkpoint(caplog):
     caplog.set_level("INFO", logger="megatron")
     saved = config_of("--train-iters", "10", "--log-interval", "5", "--weight-decay", "0.1")
     own = config_of("--train-iters", "20", "--log-interval", "7", "--weight-decay", "0.1")
@@ -251,7 +247,7 @@ def _no_group(*_args: Any, **_named: Any) -> Iterator[None]:
         ({}, 2, True),
     ],
 )
-def test_collectives_of_several_groups_are_ordered_before_there_is_one(
+def test_collectives_of_several_groups_are_ordered_before_the_first_group_exists(
     sizes_of_groups, local_size, is_ordered, monkeypatch
 ):
     sizes = {"RANK": 0, "WORLD_SIZE": 4, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": local_size}

@@ -61,21 +61,21 @@ def test_restarts_are_counted_by_torchrun_or_else_by_slurm(monkeypatch, counts, 
     assert Launch.from_environment().restart_count == expected
 
 
-def test_a_count_of_restarts_that_is_no_number_is_refused(monkeypatch):
+def test_an_invalid_count_of_restarts_is_rejected(monkeypatch):
     monkeypatch.setenv("SLURM_RESTART_COUNT", "twice")
     monkeypatch.delenv("RANK", raising=False)
     with pytest.raises(ConfigError, match="SLURM_RESTART_COUNT: expected an integer, got 'twice'"):
         Launch.from_environment()
 
 
-def test_a_rank_of_torchrun_knows_that_its_agent_would_start_it_again(monkeypatch):
+def test_a_rank_of_torchrun_detects_that_its_agent_would_restart_it(monkeypatch):
     monkeypatch.delenv("RANK", raising=False)
     assert not Launch.from_environment().is_elastic
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
     assert Launch.from_environment().is_elastic
 
 
-def test_half_an_environment_is_refused(monkeypatch):
+def test_an_incomplete_environment_is_rejected(monkeypatch):
     monkeypatch.setenv("RANK", "0")
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     with pytest.raises(ConfigError, match="torchrun: expected integers in RANK, WORLD_SIZE"):
@@ -179,7 +179,7 @@ def test_a_rank_reads_one_short_record_however_many_start(world_size):
         assert max(own.records.values()) < 128
 
 
-def test_what_an_earlier_start_has_left_is_not_taken_for_an_answer():
+def test_values_of_an_earlier_start_are_ignored():
     """Rank 0 finds a hello and a ready of everybody, and still waits for the ranks of its own
     start.
     """
@@ -193,7 +193,7 @@ def test_what_an_earlier_start_has_left_is_not_taken_for_an_answer():
         assert first.result() == second.result()
 
 
-def test_a_rank_does_not_go_on_with_the_welcome_of_an_earlier_start():
+def test_a_rank_does_not_continue_with_the_welcome_of_an_earlier_start():
     store = dist.HashStore()
     _start(store, 2)
     with pytest.raises(
@@ -221,7 +221,7 @@ def test_ranks_that_do_not_come_are_named():
     "value",
     ['{"name": "theirs", "to": []}', '{"name": 1, "to": {}, "number": [[1]]}', "[", "\xff", "{}"],
 )
-def test_what_others_write_before_a_start_does_not_keep_its_ranks_from_agreeing(value):
+def test_foreign_values_in_the_store_do_not_prevent_agreement(value):
     store = dist.HashStore()
     for key in ("start/welcome/1", "start/hello/1", "start/ready/1"):
         store.set(key, value)

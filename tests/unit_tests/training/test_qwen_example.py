@@ -1,4 +1,4 @@
-"""examples/qwen3_5_proxy.yaml: what its comments say of it."""
+"""examples/qwen3_5_proxy.yaml matches its comments."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ EXAMPLE = Path(__file__).resolve().parents[3] / "examples" / "qwen3_5_proxy.yaml
 
 @pytest.fixture
 def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunConfig:
-    """Of the file as it is, in a folder with the files that it names."""
+    """The configuration of the unchanged file, in a directory with the files it refers to."""
     (tmp_path / "data").mkdir()
     for name in ("stdlib_text_document.bin", "stdlib_text_document.idx", "stdlib_tokenizer.json"):
         (tmp_path / "data" / name).touch()

@@ -1,5 +1,5 @@
-"""What engines show a timeline: every lane, in the iteration in which it worked, and slow work in
-the lane in which it was slow.
+"""Timelines of engines: work of every lane is in the iteration in which it ran, and slow work is in
+its lane.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ SLOWED = {
 
 @contextmanager
 def slow(owner: type, name: str) -> Iterator[None]:
-    """Makes a method take INJECTED seconds more."""
+    """Delays a method by INJECTED seconds."""
     original = getattr(owner, name)
 
     def slowed(*args: object, **kwargs: object) -> object:
@@ -60,7 +60,7 @@ def slow(owner: type, name: str) -> Iterator[None]:
 
 
 def record(engine: ModuleEngine, timeline: Timeline, number: int) -> list[Slice]:
-    """An iteration, of which nothing is under way any more."""
+    """Runs an iteration and waits for all of its work."""
     timeline.begin_iteration(number)
     engine.train_batch(batches(number, "cpu"), forward_step, mark=timeline.phase)
     engine.state.optimizer.synchronize()
@@ -72,7 +72,7 @@ def record(engine: ModuleEngine, timeline: Timeline, number: int) -> list[Slice]
 
 
 @on_ranks(2)
-def test_every_lane_is_shown_inside_its_iteration_with_what_it_moved() -> None:
+def test_every_lane_is_in_its_iteration_with_its_bytes() -> None:
     engine = make_engine("activations offload forward", "cpu", records_timings=True)
     timeline = Timeline(engine.device)
     engine.train_batch(batches(0, "cpu"), forward_step)
@@ -101,7 +101,7 @@ def test_every_lane_is_shown_inside_its_iteration_with_what_it_moved() -> None:
 
 
 @on_ranks(2)
-def test_slow_work_shows_in_its_lane_and_recording_changes_no_bit() -> None:
+def test_slow_work_is_in_its_lane_and_recording_is_bit_equal() -> None:
     plain = make_engine("offload forward", "cpu")
     engine = make_engine("offload forward", "cpu", records_timings=True)
     timeline = Timeline(engine.device)
@@ -110,7 +110,7 @@ def test_slow_work_shows_in_its_lane_and_recording_changes_no_bit() -> None:
         before = record(engine, timeline, 2 * number)
         with slow(owner, name):
             slices = record(engine, timeline, 2 * number + 1)
-        # What was fetched in the backward is not fetched again, which takes no time.
+        # Gradients that were fetched in the backward are not fetched again.
         work = [one for one in slices if one.row == row and (one.nbytes or row != D2H)]
         assert len(work) >= 4
         assert all(one.end - one.begin >= INJECTED for one in work), row
@@ -124,7 +124,7 @@ def test_slow_work_shows_in_its_lane_and_recording_changes_no_bit() -> None:
 
 
 @on_ranks(1)
-def test_engines_have_no_timeline_unless_they_are_given_one_and_it_keeps_nothing_alive() -> None:
+def test_engines_have_no_timeline_by_default_and_a_timeline_keeps_no_engine_alive() -> None:
     engine = make_engine("offload forward", "cpu", records_timings=True)
     groups = {group_of(parameter) for parameter in engine.model.parameters()}
     assert all(isinstance(group.timeline, NoTimeline) for group in groups)

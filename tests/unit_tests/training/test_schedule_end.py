@@ -57,7 +57,7 @@ def warned_rates(schedule: LRScheduleConfig, num_steps: int) -> tuple[list[float
     return found, lines
 
 
-def test_a_step_that_would_train_nothing_is_refused_before_it_begins():
+def test_a_step_that_would_train_nothing_is_rejected_before_it_starts():
     ((found, error, info),) = run_ranks(1, rates, SCHEDULE, STEPS + 2)
     assert len(found) == info.iteration == STEPS, "as many as the run was to have"
     assert error == (
@@ -75,7 +75,7 @@ def test_steps_beyond_the_end_are_made_at_the_least_rate_with_one_warning():
 
 
 @pytest.mark.parametrize("settings", [{"lr_decay_style": "constant"}, {"lr_decay_iters": 100}])
-def test_a_schedule_that_has_not_ended_goes_on_without_a_word(settings):
+def test_an_unfinished_schedule_continues_without_a_warning(settings):
     ((found, lines),) = run_ranks(1, warned_rates, replace(SCHEDULE, **settings), STEPS + 2)
     assert len(found) == STEPS + 2
     assert min(found) > 0

@@ -1,6 +1,4 @@
-"""Files of settings: each value means what it says, and nothing in them takes more than they are
-long.
-"""
+"""Settings files: values keep their text, and reading is linear in the size of the file."""
 
 from __future__ import annotations
 
@@ -32,7 +30,7 @@ def write(folder: Path, content: str | bytes) -> str:
         ("hidden-size: !!int '12'", {"hidden_size": 12}),
         ("lr: 1e-3", {"lr": 1e-3}),
         ("lr: 3", {"lr": 3.0}),
-        # What YAML 1.1 makes a number, a date or a truth of is a text where a text is wanted.
+        # String options keep text that YAML 1.1 parses as a number, a date or a boolean.
         ("wandb-exp-name: 2026-11-22", {"wandb_exp_name": "2026-11-22"}),
         ("wandb-exp-name: 007", {"wandb_exp_name": "007"}),
         ("wandb-exp-name: 1_0", {"wandb_exp_name": "1_0"}),
@@ -57,7 +55,9 @@ def write(folder: Path, content: str | bytes) -> str:
         ("# nothing\n", {}),
     ],
 )
-def test_a_value_means_what_it_says(tmp_path: Path, content: str, values: dict[str, Any]) -> None:
+def test_a_value_is_parsed_by_the_type_of_its_option(
+    tmp_path: Path, content: str, values: dict[str, Any]
+) -> None:
     assert read_yaml(write(tmp_path, content)) == values
 
 
@@ -107,7 +107,7 @@ def test_a_value_means_what_it_says(tmp_path: Path, content: str, values: dict[s
         (b"a: 1\n" * 300_000, "expected a readable file"),
     ],
 )
-def test_a_value_without_a_meaning_is_one_line(
+def test_an_invalid_value_is_an_error_of_one_line(
     tmp_path: Path, content: str | bytes, part: str
 ) -> None:
     with pytest.raises(ConfigError) as error:
@@ -117,13 +117,13 @@ def test_a_value_without_a_meaning_is_one_line(
     assert len(str(error.value)) < 800
 
 
-def test_a_hundred_doublings_of_aliases_are_refused_at_once(tmp_path: Path) -> None:
+def test_exponentially_nested_aliases_are_rejected_at_once(tmp_path: Path) -> None:
     doublings = "".join(f"a{n}: &a{n} [*a{n - 1}, *a{n - 1}]\n" for n in range(1, 100))
     with pytest.raises(
         ConfigError, match=r"a1: expected a value or a list of values, got a list in a list"
     ):
         read_yaml(write(tmp_path, f"a0: &a0 [x, x]\n{doublings}hidden-size: *a99\n"))
-    # Keys of one option's value, too, whose message must not show what they stand for.
+    # The same within one value; the message must not contain the expanded aliases.
     pairs = ", ".join(f"&b{n} [*b{n - 1}, *b{n - 1}]" for n in range(1, 100))
     with pytest.raises(ConfigError, match=r"data-path: expected a value or a list of values"):
         read_yaml(write(tmp_path, f"data-path: [&b0 [x], {pairs}]\n"))
@@ -133,7 +133,7 @@ def test_a_hundred_doublings_of_aliases_are_refused_at_once(tmp_path: Path) -> N
 def test_only_regular_files_are_opened(tmp_path: Path, kind: str) -> None:
     path = tmp_path / "run.yaml"
     SPECIAL_FILES[kind](path)
-    signal.alarm(30)  # which ends the process, rather than that it waits for a writer
+    signal.alarm(30)  # ends the process if it waits for a writer
     with pytest.raises(
         ConfigError, match=rf"^--config: expected a readable file, got '.*run.yaml' .*got {kind}"
     ):
@@ -151,7 +151,7 @@ SNIPPETS = [
 
 @settings(deadline=None, max_examples=200, derandomize=True)
 @given(content=st.lists(st.sampled_from(SNIPPETS), max_size=30).map("".join) | st.text(max_size=40))
-def test_any_text_is_settings_or_one_line(content: str) -> None:
+def test_any_text_is_parsed_or_an_error_of_one_line(content: str) -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = write(Path(folder), content.encode(errors="surrogatepass"))
         try:
@@ -162,7 +162,7 @@ def test_any_text_is_settings_or_one_line(content: str) -> None:
         assert str(found.get("error", "")).isprintable()
 
 
-def test_numbers_that_no_machine_integer_holds_are_refused_from_everywhere(tmp_path: Path) -> None:
+def test_integers_of_any_length_are_rejected_from_files_and_flags(tmp_path: Path) -> None:
     for digits in (20, 400, 4000):
         values = read_yaml(write(tmp_path, f"seq-length: {'9' * digits}"))
         with pytest.raises(

@@ -240,7 +240,7 @@ def test_a_model_that_fits_nowhere_is_one_error_on_all_ranks() -> None:
 
 
 @on_ranks(1)
-def test_what_cannot_be_planned_is_refused() -> None:
+def test_a_model_or_run_without_a_memory_plan_is_rejected() -> None:
     device = FakeDevice(TOTAL)
     mesh = build_mesh("cpu", 1)
     with pytest.raises(ConfigError, match="Linear"):
@@ -273,7 +273,7 @@ def test_the_same_command_trains_on_the_cpu_with_nothing_offloaded() -> None:
 
 
 @pytest.mark.parametrize("other", ["automatic", "Auto", "1.5", "-0.1", "nan"])
-def test_other_words_and_numbers_are_refused(other: str) -> None:
+def test_other_values_of_the_fraction_are_rejected(other: str) -> None:
     with pytest.raises(ConfigError, match="--optimizer-offload-fraction: expected a number"):
         parse_config([*FLAGS, other], 1)
 

@@ -14,7 +14,7 @@ from megatron.training.stop import Stop, StopConditions, Votes
 
 
 class Clock:
-    """Seconds that pass when told to."""
+    """A clock that the test advances."""
 
     def __init__(self) -> None:
         self.now = 100.0
@@ -25,14 +25,14 @@ class Clock:
 
 @pytest.fixture(autouse=True)
 def sigint_as_in_the_foreground():
-    """What started the tests may have it ignored."""
+    """Sets Python's SIGINT handler, since the parent of the tests may have SIGINT ignored."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
-def test_a_signal_becomes_a_vote_and_the_old_handler_comes_back(number):
+def test_a_signal_becomes_a_vote_and_the_old_handler_is_restored(number):
     before = signal.getsignal(number)
     with StopConditions(StopConfig(exit_signal_handler=True)) as stop:
         assert stop.votes() == Votes()
@@ -44,7 +44,7 @@ def test_a_signal_becomes_a_vote_and_the_old_handler_comes_back(number):
     assert signal.getsignal(number) is before
 
 
-def test_without_the_flag_the_signals_are_left_alone():
+def test_without_the_flag_signals_are_not_handled():
     numbers = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
     before = [signal.getsignal(number) for number in numbers]
     with StopConditions(StopConfig()):
@@ -76,15 +76,15 @@ def test_a_sigterm_between_two_sigints_counts_as_neither():
         assert stop.stop(3, stop.votes()).reason == "SIGINT was received"
 
 
-def test_a_sigint_that_a_shell_has_its_background_jobs_ignore_stays_ignored():
+def test_a_sigint_ignored_by_the_parent_stays_ignored():
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     with StopConditions(StopConfig(exit_signal_handler=True)) as stop:
         os.kill(os.getpid(), signal.SIGINT)
         assert stop.votes() == Votes()
 
 
-def test_a_forked_process_has_no_run_to_end():
-    """A data worker, say: it has the handler too, and two SIGINTs must not end it."""
+def test_signals_to_forked_processes_do_not_end_the_run():
+    """Forked data workers inherit the handler, and two SIGINTs must not end them."""
     clock = Clock()
     with StopConditions(StopConfig(exit_signal_handler=True), clock):
         pid = os.fork()
@@ -98,7 +98,7 @@ def test_a_forked_process_has_no_run_to_end():
         assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
 
 
-def test_a_sigint_that_the_watchdog_has_announced_is_not_announced_again(caplog, monkeypatch):
+def test_a_sigint_logged_by_the_watchdog_is_not_logged_again(caplog, monkeypatch):
     monkeypatch.setattr("megatron.training.stop.logger", logging.getLogger("test_stop"))
     for is_watched, grace in ((True, None), (True, 30.0), (False, None)):
         config = StopConfig(exit_signal_handler=True, exit_signal_grace_seconds=grace)
@@ -119,7 +119,7 @@ def test_a_rank_votes_to_stop_once_its_clock_has_run_out():
     assert stop.votes() == Votes(out_of_time=1.0)
 
 
-def test_one_ranks_vote_is_enough_and_the_reason_is_named():
+def test_the_vote_of_one_rank_is_enough_and_has_its_reason():
     stop = StopConditions(StopConfig(exit_interval=10, exit_duration_in_mins=3.0))
     assert stop.stop(7, Votes()) is None
     assert stop.stop(7, Votes(signalled=1.0)) == Stop(
@@ -144,11 +144,11 @@ def test_a_signal_outranks_the_other_reasons():
         (None, 1e9, 1e9, 0.0),  # no limit: always saved
         (30.0, 5.0, 24.9, 0.0),
         (30.0, 5.0, 25.1, 1.0),
-        (30.0, 29.9, None, 0.0),  # not known: taken to fit
-        (30.0, 30.1, None, 1.0),  # but nothing fits into nothing
+        (30.0, 29.9, None, 0.0),  # an unknown duration fits
+        (30.0, 30.1, None, 1.0),  # unless no time is left
     ],
 )
-def test_a_signalled_rank_votes_against_saving_when_a_save_takes_longer_than_is_left(
+def test_a_rank_votes_against_saving_if_a_save_takes_longer_than_the_grace_period(
     grace, passed, save_seconds, too_short
 ):
     clock = Clock()
@@ -176,7 +176,7 @@ def test_the_grace_period_starts_with_the_first_signal():
         )
 
 
-def test_one_rank_without_time_to_save_is_enough_for_all_not_to():
+def test_no_rank_saves_if_one_rank_has_no_time():
     stop = StopConditions(StopConfig(exit_signal_handler=True, exit_signal_grace_seconds=30.0))
     decision = stop.stop(7, Votes(signalled=2.0, too_short=1.0))
     assert (decision.code, decision.saves) == (ExitCode.PREEMPTED_UNSAVED, False)

@@ -1,4 +1,4 @@
-"""Tokenizers: there and back, the end of a document, and the size of the vocabulary."""
+"""Tokenizers: round trips, the end of a document, and the size of the vocabulary."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def _all_tokenizers(model: Path) -> list[Tokenizer]:
 
 @settings(deadline=None, max_examples=100, derandomize=True)
 @given(text=st.text())
-def test_bytes_come_back_as_the_text(text: str) -> None:
+def test_the_byte_tokenizer_round_trips(text: str) -> None:
     tokenizer = ByteTokenizer()
     ids = tokenizer.tokenize(text)
     assert ids == list(text.encode())
@@ -61,13 +61,13 @@ def test_bytes_come_back_as_the_text(text: str) -> None:
 
 
 @pytest.mark.parametrize("text", [*TEXTS[:3], "never seen: ÿ\x00\r\n  ", ""])
-def test_byte_level_bpe_comes_back_as_the_text(model: Path, text: str) -> None:
+def test_byte_level_bpe_round_trips(model: Path, text: str) -> None:
     tokenizer = HuggingFaceTokenizer(model)
     assert tokenizer.detokenize(tokenizer.tokenize(text)) == text
     assert tokenizer.eod not in tokenizer.tokenize(text)
 
 
-def test_bpe_merges_what_is_frequent(model: Path) -> None:
+def test_bpe_merges_frequent_pairs(model: Path) -> None:
     tokenizer = HuggingFaceTokenizer(model)
     assert tokenizer.vocab_size == 290
     assert tokenizer.detokenize([tokenizer.eod]) == "<|endoftext|>"
@@ -80,7 +80,7 @@ def test_bpe_training_is_deterministic(model: Path, tmp_path: Path) -> None:
     assert [path.name for path in again.parent.iterdir()] == ["again.json"]
 
 
-def test_bpe_knows_every_byte_and_refuses_fewer(tmp_path: Path) -> None:
+def test_bpe_has_every_byte_and_rejects_smaller_vocabularies(tmp_path: Path) -> None:
     tokenizer = HuggingFaceTokenizer(train_bpe([], 257, tmp_path / "tokenizer.json"))
     assert tokenizer.vocab_size == 257
     assert tokenizer.detokenize(tokenizer.tokenize("é🙂")) == "é🙂"
@@ -88,7 +88,7 @@ def test_bpe_knows_every_byte_and_refuses_fewer(tmp_path: Path) -> None:
         train_bpe([], 256, tmp_path / "tokenizer.json")
 
 
-def test_null_tokenizer_takes_ids() -> None:
+def test_the_null_tokenizer_parses_ids() -> None:
     tokenizer = NullTokenizer(100)
     assert (tokenizer.vocab_size, tokenizer.eod) == (101, 100)
     assert tokenizer.tokenize(" 1 99\n5 ") == [1, 99, 5]
@@ -97,19 +97,19 @@ def test_null_tokenizer_takes_ids() -> None:
         tokenizer.tokenize("101")
 
 
-def test_null_tokenizer_takes_the_end_of_a_document_from_a_text() -> None:
+def test_the_null_tokenizer_accepts_the_end_of_a_document_in_a_text() -> None:
     assert NullTokenizer(100).tokenize("99 100") == [99, 100]
 
 
 @pytest.mark.parametrize("word", ["one", "1_0", "+1", "-1", "1.0", "\u0661"])
-def test_null_tokenizer_refuses_what_is_no_plain_number(word: str) -> None:
+def test_the_null_tokenizer_rejects_other_text_than_decimal_ids(word: str) -> None:
     with pytest.raises(
         ValueError, match=rf"Expected token ids separated by spaces, got {re.escape(repr(word))}"
     ):
         NullTokenizer(100).tokenize(f"5 {word}")
 
 
-def test_ids_beyond_the_bytes_have_no_text() -> None:
+def test_ids_beyond_the_bytes_decode_to_no_text() -> None:
     assert ByteTokenizer().detokenize([97, 256, 300, 98]) == "ab"
 
 
@@ -128,7 +128,7 @@ _BYTES = processors.ByteLevel(trim_offsets=False)
 
 
 def _put_around(single: str) -> processors.PostProcessor:
-    """As Llama 2 and Gemma have it in their files."""
+    """The form of Llama 2 and Gemma."""
     return processors.TemplateProcessing(
         single=single, special_tokens=[("<|endoftext|>", 0), ("at", 257)]
     )
@@ -143,12 +143,12 @@ def _put_around(single: str) -> processors.PostProcessor:
         (_put_around("at <|endoftext|> $A"), (257, 0)),
         (_put_around("at $A <|endoftext|>"), (257,)),
         (_put_around("$A <|endoftext|>"), ()),
-        # As Llama 3 has it.
+        # The form of Llama 3.
         (processors.Sequence([_BYTES, _put_around("at $A")]), (257,)),
     ],
 )
 @pytest.mark.parametrize("config", [{}, {"add_bos_token": False}, {"add_bos_token": True}])
-def test_texts_begin_with_what_the_files_put_before_them_as_in_transformers(
+def test_texts_start_with_the_prefix_of_the_tokenizer_as_in_transformers(
     model: Path,
     tmp_path: Path,
     processor: processors.PostProcessor | None,
@@ -171,7 +171,7 @@ def test_texts_begin_with_what_the_files_put_before_them_as_in_transformers(
     assert pickle.loads(pickle.dumps(ours)).prefix == prefix
 
 
-def test_a_tokenizer_of_few_words_has_its_beginning_too(tmp_path: Path) -> None:
+def test_a_tokenizer_with_a_small_vocabulary_has_a_prefix_too(tmp_path: Path) -> None:
     folder = _with_vocabulary(tmp_path, {"word": 0, "</s>": 1, "<s>": 2})
     backend = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
     backend.model = tokenizers.models.WordLevel({"word": 0, "</s>": 1, "<s>": 2}, unk_token="?")
@@ -183,13 +183,13 @@ def test_a_tokenizer_of_few_words_has_its_beginning_too(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("eod", ["<|endoftext|>", "</s>", "<eos>"])
-def test_the_end_of_a_document_is_found_by_its_usual_names(tmp_path: Path, eod: str) -> None:
+def test_the_end_of_a_document_is_found_by_its_common_names(tmp_path: Path, eod: str) -> None:
     assert HuggingFaceTokenizer(_with_vocabulary(tmp_path, {"a": 0, eod: 1})).eod == 1
 
 
 @pytest.mark.parametrize("eos", ["<end>", {"content": "<end>"}])
 @pytest.mark.parametrize("name", ["tokenizer_config.json", "special_tokens_map.json"])
-def test_the_end_of_a_document_is_the_one_the_files_name(
+def test_the_end_of_a_document_is_the_eos_token_of_the_files(
     tmp_path: Path, eos: object, name: str
 ) -> None:
     folder = _with_vocabulary(tmp_path, {"a": 0, "<|endoftext|>": 1, "<end>": 2})
@@ -198,12 +198,12 @@ def test_the_end_of_a_document_is_the_one_the_files_name(
     assert HuggingFaceTokenizer(folder / "tokenizer.json").eod == 2
 
 
-def test_a_tokenizer_without_an_end_of_document_is_refused(tmp_path: Path) -> None:
+def test_a_tokenizer_without_an_end_of_document_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="expected an end-of-document token in"):
         HuggingFaceTokenizer(_with_vocabulary(tmp_path, {"a": 0}))
 
 
-def test_an_end_of_document_that_is_no_token_is_named(tmp_path: Path) -> None:
+def test_an_eos_token_outside_of_the_vocabulary_is_rejected(tmp_path: Path) -> None:
     folder = _with_vocabulary(tmp_path, {"a": 0, "</s>": 1})
     (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<zz>"}))
     with pytest.raises(
@@ -224,7 +224,9 @@ def test_an_end_of_document_that_is_no_token_is_named(tmp_path: Path) -> None:
         ('{"eos_token": {"content": ["</s>"]}}', "got "),
     ],
 )
-def test_a_broken_tokenizer_config_is_refused(tmp_path: Path, content: str, message: str) -> None:
+def test_a_malformed_tokenizer_config_is_rejected(
+    tmp_path: Path, content: str, message: str
+) -> None:
     folder = _with_vocabulary(tmp_path, {"a": 0, "</s>": 1})
     (folder / "tokenizer_config.json").write_text(content)
     with pytest.raises(
@@ -233,7 +235,7 @@ def test_a_broken_tokenizer_config_is_refused(tmp_path: Path, content: str, mess
         HuggingFaceTokenizer(folder)
 
 
-def test_a_tokenizer_without_tokens_is_refused(tmp_path: Path) -> None:
+def test_a_tokenizer_without_tokens_is_rejected(tmp_path: Path) -> None:
     tokenizers.Tokenizer(tokenizers.models.BPE()).save(str(tmp_path / "tokenizer.json"))
     with pytest.raises(ConfigError, match=r"expected a tokenizer with tokens in .*, got none"):
         HuggingFaceTokenizer(tmp_path)
@@ -245,7 +247,7 @@ def _replace_transformers(monkeypatch: pytest.MonkeyPatch, from_pretrained: Any)
 
 
 @pytest.mark.parametrize("through_transformers", [False, True])
-def test_truncation_and_padding_of_the_files_are_off(
+def test_truncation_and_padding_of_the_files_are_ignored(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, through_transformers: bool
 ) -> None:
     cutting = tokenizers.Tokenizer.from_file(str(model))
@@ -262,7 +264,7 @@ def test_truncation_and_padding_of_the_files_are_off(
         assert tokenizer.detokenize(tokenizer.tokenize(text)) == text
 
 
-def test_what_transformers_cannot_load_is_refused(
+def test_a_directory_that_transformers_cannot_load_is_rejected(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: object, **__: object) -> None:
@@ -279,7 +281,7 @@ def test_ids_with_gaps_are_counted_up_to_the_highest(tmp_path: Path) -> None:
     assert HuggingFaceTokenizer(_with_vocabulary(tmp_path, {"a": 0, "</s>": 900})).vocab_size == 901
 
 
-def test_a_broken_tokenizer_file_is_refused(tmp_path: Path) -> None:
+def test_a_malformed_tokenizer_file_is_rejected(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{")
     with pytest.raises(
         ConfigError, match=r"--tokenizer-model: expected a tokenizer in .*tokenizer.json"
@@ -287,7 +289,7 @@ def test_a_broken_tokenizer_file_is_refused(tmp_path: Path) -> None:
         HuggingFaceTokenizer(tmp_path)
 
 
-def test_a_folder_without_tokenizer_json_needs_transformers(
+def test_a_directory_without_tokenizer_json_needs_transformers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "transformers", None)
@@ -295,7 +297,7 @@ def test_a_folder_without_tokenizer_json_needs_transformers(
         HuggingFaceTokenizer(tmp_path)
 
 
-def test_a_folder_in_another_form_is_read_by_transformers(tmp_path: Path) -> None:
+def test_a_directory_in_another_format_is_read_by_transformers(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     slow = tmp_path / "slow"
     slow.mkdir()
@@ -331,7 +333,9 @@ def test_the_configuration_builds_each_kind(model: Path) -> None:
         ),
     ],
 )
-def test_a_bad_configuration_is_refused(options: dict[str, object], message: str) -> None:
+def test_an_invalid_tokenizer_configuration_is_rejected(
+    options: dict[str, object], message: str
+) -> None:
     with pytest.raises(ConfigError, match=message):
         TokenizerConfig(**options)  # type: ignore[arg-type]
 
@@ -362,14 +366,14 @@ def test_ranks_that_cannot_divide_the_embedding_are_rejected() -> None:
         padded_vocab_size(config, build_tokenizer(config), tensor_size=2)
 
 
-def test_a_vocabulary_smaller_than_the_tokenizers_is_refused(model: Path) -> None:
+def test_a_vocabulary_smaller_than_the_tokenizer_is_rejected(model: Path) -> None:
     message = "--vocab-size: expected at least the 290 ids of HuggingFaceTokenizer.*, got 289"
     with pytest.raises(ConfigError, match=message):
         build_tokenizer(TokenizerConfig(tokenizer_model=str(model), vocab_size=289))
 
 
 def _spoil(folder: Path, **parts: Any) -> Path:
-    """A tokenizer.json with other parts."""
+    """Writes a tokenizer.json with replaced fields."""
     file = _with_vocabulary(folder, {"a": 0, "</s>": 1}) / "tokenizer.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), **parts}))
     return folder
@@ -380,7 +384,7 @@ def _model(kind: str, **parts: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("highest", [100_000, 300_000_000])
-def test_ids_far_beyond_the_tokens_there_are_need_the_users_word(
+def test_ids_far_beyond_the_number_of_tokens_need_an_explicit_vocab_size(
     tmp_path: Path, highest: int
 ) -> None:
     folder = _spoil(tmp_path, model=_model("WordLevel", vocab={"a": 0, "b": highest, "</s>": 1}))
@@ -394,7 +398,7 @@ def test_ids_far_beyond_the_tokens_there_are_need_the_users_word(
     assert build_tokenizer(meant).vocab_size == highest + 1
 
 
-def test_more_ids_than_token_files_hold_are_refused(tmp_path: Path) -> None:
+def test_more_ids_than_token_files_can_store_are_rejected(tmp_path: Path) -> None:
     folder = _spoil(tmp_path, model=_model("WordLevel", vocab={"a": 0, "b": 2**32 - 1, "</s>": 1}))
     for vocab_size in (None, 2**32):
         config = TokenizerConfig(tokenizer_model=str(folder), vocab_size=vocab_size)
@@ -422,12 +426,12 @@ def test_more_ids_than_token_files_hold_are_refused(tmp_path: Path) -> None:
                 "behavior": "Isolated",
             }
         },
-        # The library panics over these, which is no Exception.
+        # The library panics on these, which is not an Exception.
         {"normalizer": {"type": "Precompiled", "precompiled_charsmap": "AAAA"}},
         {"normalizer": {"type": "Precompiled", "precompiled_charsmap": ""}},
     ],
 )
-def test_a_tokenizer_of_a_wrong_structure_is_one_line(
+def test_a_tokenizer_of_another_structure_is_an_error_of_one_line(
     tmp_path: Path, parts: dict[str, Any]
 ) -> None:
     message = r"^--tokenizer-model: expected a tokenizer in .*tokenizer.json, got "
@@ -443,7 +447,9 @@ def test_a_tokenizer_of_a_wrong_structure_is_one_line(
 @pytest.mark.parametrize(
     "content", ["[" * 100_000, '{"a": ' + "9" * 5000 + "}", "\0", "\ud800", '"x"']
 )
-def test_json_of_any_depth_and_length_is_one_line(tmp_path: Path, name: str, content: str) -> None:
+def test_json_of_any_depth_and_length_is_an_error_of_one_line(
+    tmp_path: Path, name: str, content: str
+) -> None:
     folder = _with_vocabulary(tmp_path, {"a": 0, "</s>": 1})
     (folder / name).write_bytes(content.encode(errors="surrogatepass"))
     with pytest.raises(ConfigError, match=f"^--tokenizer-model: expected .*{name}") as error:
@@ -460,7 +466,7 @@ def test_only_regular_files_of_bounded_size_are_opened(
     path = _with_vocabulary(tmp_path, {"a": 0, "</s>": 1}) / name
     path.unlink(missing_ok=True)
     SPECIAL_FILES[kind](path)
-    signal.alarm(30)  # which ends the process, rather than that it waits for a writer
+    signal.alarm(30)  # ends the process if it waits for a writer
     got = "of at most 268435456 bytes" if kind == "a terabyte" else f"got {kind}"
     with pytest.raises(ConfigError, match=f"^--tokenizer-model: expected .*{got}"):
         HuggingFaceTokenizer(tmp_path)
@@ -468,7 +474,7 @@ def test_only_regular_files_of_bounded_size_are_opened(
 
 
 @pytest.mark.parametrize("path", ["fifo", "/dev/zero", "folder"])
-def test_a_library_is_handed_no_folder_with_anything_but_files(
+def test_directories_with_special_files_are_not_passed_to_libraries(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str
 ) -> None:
     _replace_transformers(monkeypatch, lambda *_, **__: pytest.fail("was asked"))
@@ -479,7 +485,7 @@ def test_a_library_is_handed_no_folder_with_anything_but_files(
         HuggingFaceTokenizer(tmp_path / path)
 
 
-def test_code_that_a_tokenizer_brings_along_is_not_executed(
+def test_code_in_a_tokenizer_directory_is_not_executed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("transformers")
@@ -498,19 +504,19 @@ def test_code_that_a_tokenizer_brings_along_is_not_executed(
     assert not (tmp_path / "executed").exists()
 
 
-def test_a_text_without_tokens_is_a_value_error(tmp_path: Path) -> None:
+def test_a_text_outside_of_the_vocabulary_is_a_value_error(tmp_path: Path) -> None:
     folder = _spoil(tmp_path, model=_model("WordLevel", unk_token="missing"))
     assert HuggingFaceTokenizer(folder).tokenize("a") == [0]
     with pytest.raises(ValueError, match="expected a text it has tokens for, got WordLevel error"):
         HuggingFaceTokenizer(folder).tokenize("other")
 
 
-def test_an_id_of_thousands_of_digits_is_refused() -> None:
+def test_an_id_of_thousands_of_digits_is_rejected() -> None:
     with pytest.raises(ValueError, match="Expected token ids separated by spaces, got '99999"):
         NullTokenizer(100).tokenize("1 " + "9" * 5000)
 
 
 @pytest.mark.parametrize("path", ["x" * 5000, "a\0b"])
-def test_a_path_that_can_name_no_file_is_refused(path: str) -> None:
+def test_an_invalid_path_is_rejected(path: str) -> None:
     with pytest.raises(ConfigError, match="--tokenizer-model: expected an existing "):
         TokenizerConfig(tokenizer_model=path)

@@ -35,11 +35,11 @@ class DeviceSide(ABC):
     """
 
     optimizer: torch.optim.Optimizer | None
-    _takes_all_options: ClassVar[bool]  # of a group, or only those that its own groups have
+    _takes_all_options: ClassVar[bool]  # copy all options of a group, or only known ones
 
     @classmethod
     def make(cls, settings: HybridSettings) -> DeviceSide:
-        """The device side of an optimizer with these settings."""
+        """Returns the device side of an optimizer with these settings."""
         rule = settings.device.rule
         return _TorchSide(settings.device) if rule is None else _RuleSide(rule, settings)
 
@@ -52,7 +52,7 @@ class DeviceSide(ABC):
         Raises:
             ValueError: for parameters that the optimizer rejects; no group is added then.
         """
-        # An earlier call may have added some of them before the host side ran out of memory.
+        # If the host side ran out of memory, an earlier call has added some of the parameters.
         added = [p for group in groups for p in group.parameters if p not in self._own]
         if not added:
             return
@@ -69,21 +69,21 @@ class DeviceSide(ABC):
 
     @abstractmethod
     def _make(self, param_groups: _ParamGroups, own: set[torch.Tensor]) -> None:
-        """Makes the optimizer of the first parameters."""
+        """Creates the optimizer, for the first parameters."""
 
     @abstractmethod
     def _complete(self) -> None:
-        """Follows an addition of parameters."""
+        """Called after parameters were added."""
 
     def regroup(self, param_groups: _ParamGroups) -> None:
-        """Puts the optimizer's parameters into the groups in which both sides' are now."""
+        """Moves the parameters to the groups that they have in `param_groups` of both sides."""
         if self.optimizer is not None:
             defaults = self.optimizer.defaults
             groups = _part_of(param_groups, self._own, defaults)
             self.optimizer.param_groups[:] = [defaults | group for group in groups]
 
     def take_options(self, param_groups: _ParamGroups) -> None:
-        """Gives the optimizer's groups the options of `param_groups`."""
+        """Copies the options of `param_groups` to the optimizer's groups."""
         if self.optimizer is None:
             return
 
@@ -95,40 +95,40 @@ class DeviceSide(ABC):
 
     @abstractmethod
     def plan_step(self, param_groups: _ParamGroups) -> RuleStep | None:
-        """Takes the groups' options over, and plans, if the optimizer can."""
+        """Copies the groups' options, and plans the step if the optimizer supports plans."""
 
     @abstractmethod
     def step(self, grad_scale: float, planned: RuleStep | None) -> None:
-        """Steps as planned by `plan_step`."""
+        """Runs the step that `plan_step` planned."""
 
     @abstractmethod
     def init_states(self, param_groups: _ParamGroups) -> None:
-        """Allocates the states that are not there yet, without stepping."""
+        """Allocates missing states, without stepping."""
 
     def state_units(self) -> list[StateUnit]:
-        """The units of the optimizer."""
+        """Returns the optimizer's state units."""
         return [] if self.optimizer is None else state_units(self.optimizer)
 
     def masters(self) -> dict[torch.Tensor, torch.Tensor]:
-        """The main weights of the parameters that are not these themselves; not copies."""
+        """Returns the main weights, not copies, of parameters that have separate ones."""
         return {}
 
     def reload(self) -> None:  # noqa: B027
-        """Makes main weights of the parameters' values."""
+        """Sets main weights to the parameters' values."""
 
     def check_states(self, parameter: torch.Tensor, states: Mapping[str, Any]) -> None:  # noqa: B027
-        """ValueError for states that do not fit, unless `load` checks all of them first."""
+        """Raises ValueError for invalid states, unless `load` checks all states first."""
 
     @abstractmethod
     def load(self, saved: _States) -> None:
-        """Takes over the states of all parameters; empty ones: never stepped."""
+        """Loads the states of all parameters. Empty states: never stepped."""
 
 
 class _RuleSide(DeviceSide):
-    """Carries out a rule."""
+    """Applies an update rule."""
 
     optimizer: RuleOptimizer | None
-    _takes_all_options = True  # the rule rejects those that it cannot honour
+    _takes_all_options = True  # the rule rejects unsupported options
 
     def __init__(self, rule: UpdateRule, settings: HybridSettings) -> None:
         super().__init__()
@@ -178,7 +178,7 @@ class _RuleSide(DeviceSide):
         if self.optimizer is None:
             return
 
-        # Not of `state_dict()`, which fails where a parameter with a state has left the groups.
+        # `state_dict()` would fail if a parameter with states was removed from the groups.
         groups = self.optimizer.param_groups
         parameters = [parameter for group in groups for parameter in group["params"]]
         numbers = {parameter: number for number, parameter in enumerate(parameters)}
@@ -195,7 +195,7 @@ class _RuleSide(DeviceSide):
 
 
 class _TorchSide(DeviceSide):
-    """Steps an optimizer of torch's kind."""
+    """Steps a `torch.optim.Optimizer`."""
 
     _takes_all_options = False  # groups may have options of the host's class
 
@@ -240,7 +240,7 @@ class _TorchSide(DeviceSide):
 
 
 def step_scaled(optimizer: torch.optim.Optimizer, grad_scale: float) -> None:
-    """Steps an optimizer that takes no factor: gradients are multiplied with it in place."""
+    """Multiplies the gradients by a factor in place, and steps the optimizer."""
     if grad_scale != 1:
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         scale_grads(parameters, torch.tensor(grad_scale, dtype=torch.float64))
@@ -250,15 +250,16 @@ def step_scaled(optimizer: torch.optim.Optimizer, grad_scale: float) -> None:
 def _part_of(
     param_groups: _ParamGroups, own: Collection[torch.Tensor], known: Collection[str]
 ) -> list[dict[str, Any]]:
-    """The groups of both sides with one side's parameters, and the options that it supports.
+    """Returns the groups with only the parameters and options of one side.
 
-    Groups without a parameter on that side stay: both sides' groups are matched by place.
+    Groups without a parameter on that side are kept, because the groups of both sides are matched
+    by index.
     """
     found = []
     for group in param_groups:
         part = {name: value for name, value in group.items() if name in known}
         part["params"] = [parameter for parameter in group["params"] if parameter in own]
-        # One entry for each parameter: those of the other side go, too.
+        # `matrix_rows` has one entry per parameter, so it is filtered as well.
         if group.get("matrix_rows"):
             pairs = zip(group["params"], group["matrix_rows"], strict=True)
             part["matrix_rows"] = [rows for parameter, rows in pairs if parameter in own]

@@ -1,8 +1,8 @@
 """Executors of one bucket in host memory: a rule in one flat pass, or any PyTorch optimizer.
 
-`prepare` runs in the thread that plans the step. It only reads the hyperparameters, and does not
-need the factor of the gradients. Once all buckets have been prepared, `begin` counts the step, and
-its work runs on the host lanes: `start`, then the function that this returns.
+`prepare` runs in the thread that plans the step. It only reads hyperparameters; the factor of the
+gradients is not known yet. Once all buckets are prepared, `begin` increments the step counters, and
+the update runs on the host lanes: `start`, then the function that it returns.
 """
 
 from __future__ import annotations
@@ -56,34 +56,34 @@ class Executor(ABC):
 
     @abstractmethod
     def prepare(self, stepped: Sequence[Stepped]) -> BucketStep:
-        """The step of some slots. ValueError for options that it cannot honour."""
+        """Plans the step of some slots. Raises ValueError for unsupported options."""
 
     @abstractmethod
     def states(self, index: int) -> dict[str, Any]:
-        """The states of a slot by name, as the owner of its parameter sees them."""
+        """Returns the states of a slot, in the form of `optimizer.state[parameter]`."""
 
     @abstractmethod
     def init_states(self) -> None:
         """Allocates all states, without stepping."""
 
     def own_nbytes(self) -> dict[str, int]:
-        """Bytes of the states outside of the host side's memory, by name, allocated so far."""
+        """Returns the bytes, by name, of states allocated outside of the host side's memory."""
         return {}
 
     @abstractmethod
     def load(self, index: int, states: Mapping[str, Any]) -> None:
-        """Takes over the states of a slot, which have been checked against its own. Empty: the
-        parameter was never stepped.
+        """Loads states that were checked against the slot's. Empty: the parameter was never
+        stepped.
         """
 
     @abstractmethod
     def as_torch_optimizer(self) -> torch.optim.Optimizer:
-        """A torch optimizer over views of the main weights, with a group for each slot. Its
+        """Returns a torch optimizer over views of the main weights, with one group per slot. Its
         options may be from an earlier step.
         """
 
     def state_unit(self, owner: torch.optim.Optimizer) -> StateUnit:
-        """The bucket as what may be read while others are being updated."""
+        """Returns the states as a unit that can be read while other buckets are updated."""
         bucket = self.bucket
         parameters = [slot.parameter for slot in bucket.slots]
         states = [self.states(index) for index in range(len(parameters))]
@@ -93,8 +93,8 @@ class Executor(ABC):
 
 
 class RuleExecutor(Executor):
-    """Carries out a rule in one pass over the bucket, from gradients to states and compute
-    weights.
+    """Applies an update rule in one pass over the bucket: reads gradients, updates states and main
+    weights, and writes compute weights.
     """
 
     def __init__(
@@ -108,7 +108,7 @@ class RuleExecutor(Executor):
         Args:
             states: the memory of the rule's states, by name, with the layout of the bucket or
                 `bucket.state_places`.
-            kernel: of the rule's part that takes no matrices.
+            kernel: the kernel of the rule's elementwise part.
         """
         super().__init__(bucket)
         self._rule = rule
@@ -116,13 +116,13 @@ class RuleExecutor(Executor):
         self._arrays = states
         self._states = [self._make_states(index) for index in range(len(bucket.slots))]
         self._view: BucketView | None = None  # made when it is first asked for
-        # The pieces of the last step, which has the same arrays as the next one, and what they
-        # depend on: which slots are stepped, and which of them have equal scalars.
+        # The pieces of the last step, which are reused if the next one steps the same slots and the
+        # same slots have equal scalars.
         self._pieces: list[Piece] = []
         self._pieces_of: tuple[Sequence[int], Sequence[int]] | None = None
 
     def prepare(self, stepped: Sequence[Stepped]) -> BucketStep:
-        # Every parameter counts its own steps: only parameters with a gradient are stepped.
+        # Steps are counted per parameter: only parameters with a gradient are stepped.
         counters = [self._states[each.number][STEP] for each in stepped]
         numbers = [int(counter) + 1 for counter in counters]
         scalars = [
@@ -152,14 +152,14 @@ class RuleExecutor(Executor):
         return BucketStep(self.bucket, gradients, begin, start, pieces, nbytes, matrices)
 
     def arrays(self) -> dict[str, torch.Tensor]:
-        """All arrays of the bucket, by the name that a `Piece` has for them."""
+        """Returns all arrays of the bucket, by their names in a `Piece`."""
         bucket = self.bucket
         own = {"grad": bucket.grad, "weight": bucket.main_weight, "out": bucket.weight}
         return {**own, **self._arrays}
 
     def _planned_pieces(self, slots: Sequence[int], scalars: Sequence[Hashable]) -> list[Piece]:
-        """The pieces of some slots with the scalars of each."""
-        # The first slot with the same scalars stands for them until the pieces are reused.
+        """Returns the pieces of some slots, given the scalars of each slot."""
+        # The index of the first slot with equal scalars, so that pieces do not contain the values.
         firsts: dict[Hashable, int] = {}
         kinds = [firsts.setdefault(own, index) for index, own in enumerate(scalars)]
         if self._pieces_of != (slots, kinds):
@@ -172,7 +172,7 @@ class RuleExecutor(Executor):
         return self._states[index]
 
     def init_states(self) -> None:
-        """They are there from the start."""
+        """Does nothing: the constructor gets the memory of all states."""
 
     def load(self, index: int, states: Mapping[str, Any]) -> None:
         for name, own in self._states[index].items():
@@ -197,7 +197,7 @@ class RuleExecutor(Executor):
         return self._rule if places is None else places.rules[index]
 
     def _states_of(self, index: int) -> dict[str, torch.Tensor]:
-        """A slot's parts of the arrays of its states."""
+        """Returns the slot's parts of the state arrays."""
         slot, places = self.bucket.slots[index], self.bucket.state_places
         if places is not None:
             slot = slot._replace(offset=places.offsets[index])
@@ -218,8 +218,8 @@ class RuleExecutor(Executor):
         piece = self._piece(stepped.number, step)
         shape = local_tensor(stepped.slot.parameter).shape
         arrays = {name: LocalArray(flat.view(shape)) for name, flat in piece.arrays().items()}
-        # New compute weights come last. Element by element, rows may be written over the gradients
-        # that they came from, and weights over the rows.
+        # The rows may share memory with the gradients and with the new compute weights: each row
+        # element replaces the gradient it was computed from, and a weight, written last, the row.
         passage = arrays["out"].tensor
         if passage.dtype.itemsize == torch.bfloat16.itemsize:
             passage = passage.view(torch.bfloat16)
@@ -243,19 +243,19 @@ class TorchExecutor(Executor):
         options: dict[str, Any],
         widened: torch.Tensor | None,
     ) -> None:
-        """`widened`: memory for gradients in the main weights' dtype, if they have another."""
+        """`widened`: memory for gradients in the dtype of the main weights, if it differs."""
         super().__init__(bucket)
         self._widened = None if widened is None else widened.view(bucket.main_dtype)
         self._parameters = self.main_parameters()
-        # A group for each: every parameter has the options of the group it is in outside.
+        # One group per parameter: its options are copied from its group in the outer optimizer.
         self._optimizer = cls([{"params": [view]} for view in self._parameters], **options)
         self._states: list[dict[str, Any]] = [{} for _ in self._parameters]
-        # What `_states` was made from: an optimizer may replace its states.
+        # The values that `_states` was built from: an optimizer may replace its states.
         self._inner: list[dict[str, Any]] = [{} for _ in self._parameters]
 
     def prepare(self, stepped: Sequence[Stepped]) -> BucketStep:
         known = self._optimizer.defaults
-        # Copies: the work runs later, when the groups' options, tensors too, may have changed.
+        # Copies: the update runs later, when options, also in tensors, may have changed.
         options = [
             {name: copy.deepcopy(value) for name, value in each.options.items() if name in known}
             for each in stepped
@@ -307,7 +307,7 @@ class TorchExecutor(Executor):
         self, slots: Sequence[tuple[int, Slot]], options: Sequence[Options], grad_scale: float
     ) -> None:
         bucket = self.bucket
-        # Parameters without a gradient are not stepped, whatever they had in the last step.
+        # Parameters without a gradient in this step are not stepped.
         for parameter in self._parameters:
             parameter.grad = None
         for (index, slot), values in zip(slots, options, strict=True):
@@ -332,9 +332,9 @@ class TorchExecutor(Executor):
 
 
 class BucketView(torch.optim.Optimizer):
-    """What a rule updates in a bucket: main weights in host memory, with their states.
+    """A read-only optimizer over a bucket's main weights in host memory and their states.
 
-    A group for each parameter. The values are from the last finished update; the options are
+    There is one group per parameter. The values are from the last finished update; the options are
     copied from the optimizer's groups when the view is created.
     """
 
@@ -347,11 +347,11 @@ class BucketView(torch.optim.Optimizer):
             self.state[parameter] = dict(own)
 
     def step(self, closure: Any = None) -> NoReturn:  # noqa: ARG002
-        """RuntimeError: both sides step together."""
+        """Raises RuntimeError: both sides step together."""
         raise _refusal("step")
 
     def load_state_dict(self, state_dict: Any) -> NoReturn:  # noqa: ARG002
-        """RuntimeError: states are loaded for both sides together."""
+        """Raises RuntimeError: states are loaded for both sides together."""
         raise _refusal("load_state_dict")
 
     def register_step_pre_hook(self, hook: Any) -> NoReturn:  # noqa: ARG002

@@ -1,4 +1,4 @@
-"""The settings of `HybridDeviceOptimizer`, and what updates the parameters of each side."""
+"""The settings of `HybridDeviceOptimizer`, and the rule or optimizer class of each side."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _ADAM_OPTIONS = ("lr", "betas", "eps", "weight_decay", "bias_correction", "adam_
 
 
 class Updater(NamedTuple):
-    """What updates the parameters of one side: a rule, or an optimizer class.
+    """The rule or optimizer class that updates the parameters of one side.
 
     Attributes:
-        cls: the class, which a rule replaces if there is one.
-        options: those of the given options that it takes.
-        defaults: options of its parameter groups.
+        cls: the optimizer class; not used with a rule.
+        options: the given options that the rule or class accepts.
+        defaults: default options of its parameter groups.
     """
 
     cls: type[torch.optim.Optimizer]
@@ -34,7 +34,7 @@ class Updater(NamedTuple):
 
     @classmethod
     def of_rule(cls, rule: UpdateRule, options: Mapping[str, Any]) -> Updater:
-        """TypeError for options that the rule does not have, ValueError for others' values."""
+        """Raises TypeError for unknown options of the rule, ValueError for invalid values."""
         defaults = rule.defaults_with(options)
         rule.scalars(defaults, 1)
         return cls(torch.optim.Optimizer, rule, dict(options), defaults)
@@ -46,8 +46,8 @@ class Updater(NamedTuple):
         options: Mapping[str, Any],
         moment_dtypes: tuple[torch.dtype, torch.dtype],
     ) -> Updater:
-        """`FusedAdam` and `torch.optim.AdamW` become the `Adam` rule: both sides must give the same
-        bits.
+        """Replaces `FusedAdam` and `torch.optim.AdamW` by the `Adam` rule, so that both sides are
+        bit-equal.
 
         Raises:
             ValueError: for FusedAdam with options that the rule does not support.
@@ -55,7 +55,7 @@ class Updater(NamedTuple):
         taken = inspect.signature(optimizer_cls).parameters
         takes_any = any(one.kind is inspect.Parameter.VAR_KEYWORD for one in taken.values())
         known = {name: value for name, value in options.items() if takes_any or name in taken}
-        # The last two choose an implementation, which the rule may replace.
+        # foreach and fused choose an implementation, which the rule replaces.
         supported = {*_ADAM_OPTIONS, "foreach", "fused"}
         others = [name for name, value in known.items() if name not in supported and value]
         if optimizer_cls is FusedAdam and others:
@@ -65,20 +65,20 @@ class Updater(NamedTuple):
             )
         is_adam = optimizer_cls is FusedAdam or (optimizer_cls is torch.optim.AdamW and not others)
         rule = Adam(*moment_dtypes, options.get("adam_w_mode", True)) if is_adam else None
-        # Only an optimizer knows the options that it gives its groups.
+        # The default options of groups are known only from an instance.
         example = optimizer_cls([nn.Parameter(torch.zeros(1))], **known)
         return cls(optimizer_cls, rule, known, dict(example.defaults))
 
     @property
     def name(self) -> str:
-        """For messages."""
+        """The name for messages."""
         is_class = self.cls is not torch.optim.Optimizer
         return self.cls.__name__ if is_class or self.rule is None else self.rule.name
 
     @property
     def rule_options(self) -> dict[str, Any]:
         """The options that the rule's groups take."""
-        assert self.rule is not None, "asked for where there is one"
+        assert self.rule is not None, "only called with a rule"
         names = (*self.rule.defaults, *self.rule.optional)
         return {name: value for name, value in self.options.items() if name in names}
 
@@ -90,12 +90,12 @@ def updaters_of(
     rule: UpdateRule | None,
     options: Mapping[str, Any],
 ) -> tuple[Updater, Updater]:
-    """What updates the host's and the device's parameters; see `HybridDeviceOptimizer`.
+    """Returns the updaters of host and device for the arguments of `HybridDeviceOptimizer`.
 
     Raises:
-        ValueError: for a rule together with options that it replaces, for dtypes of moments that no
-            side has, and for values of options that a rule cannot honour.
-        TypeError: for options of neither side.
+        ValueError: for a rule together with options that it replaces, for dtypes of moments without
+            an AdamW side, and for invalid values of options.
+        TypeError: for options that neither side accepts.
     """
     has_dtypes = moment_dtypes != (torch.float32, torch.float32)
     if rule is not None:
@@ -125,7 +125,7 @@ class HybridSettings(NamedTuple):
     """The arguments of `HybridDeviceOptimizer` that do not name parameters.
 
     Attributes:
-        host, device: what updates the parameters of each side.
+        host, device: the rule or optimizer class of each side.
     """
 
     host: Updater
@@ -144,7 +144,7 @@ class HybridSettings(NamedTuple):
 
     @property
     def pins_states(self) -> bool:
-        """Whether main weights and states travel, and so are pinned where the others are."""
+        """Whether main weights and states are pinned, since streaming copies them."""
         return self.update_on_device != 0 and self.pins_params
 
     def check(self) -> None:
@@ -152,7 +152,7 @@ class HybridSettings(NamedTuple):
 
         Raises:
             ValueError: for dtypes of states that the host does not support.
-            NotImplementedError: for decoupled gradients with a class of torch's.
+            NotImplementedError: for decoupled gradients with a torch optimizer.
         """
         rules = [side.rule for side in (self.host, self.device) if side.rule is not None]
         if self.host.rule is not None:
@@ -175,7 +175,7 @@ class HybridSettings(NamedTuple):
                 f"update_on_device={fraction}, got {self.host.name} and {self.device.name}, "
                 f"{'with' if self.overlap.has_lanes else 'without'} overlap."
             )
-        # Other rules' kernels keep no old values.
+        # Only these kernels write the old values to an undo log.
         can_undo = isinstance(self.host.rule, (Adam, ElementwiseRule))
         if self.early_update_bytes < 0 or (
             self.early_update_bytes
@@ -200,9 +200,9 @@ class HybridSettings(NamedTuple):
             )
 
     def common_defaults(self) -> dict[str, Any]:
-        """The defaults of both sides' groups. ValueError where they differ."""
+        """Returns the defaults of both sides' groups. Raises ValueError if they differ."""
         names = (self.host.name, self.device.name)
-        # A group has one value of each option, for both sides.
+        # Both sides share the options of a group.
         host, device = self._shared_defaults(self.host), self._shared_defaults(self.device)
         for name in (host.keys() & device.keys()).difference(IMPLEMENTATIONS):
             if host[name] != device[name]:

@@ -1,7 +1,7 @@
-"""Which buckets in host memory the device updates, and how large a share of them is the fastest.
+"""Chooses the buckets in host memory that the device updates, and the fastest fraction of them.
 
-The split follows from the buckets' global sizes and a fraction, so it is the same on all ranks. It
-never changes a bit: see streamed_pass.py.
+The split is a function of the buckets' global sizes and a fraction, so all ranks agree. Results are
+bit-equal for every split: see streamed_pass.py.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ from megatron.core.mesh import all_reduce_over
 
 logger = logging.getLogger(__name__)
 
-# Parts of a measurement, and the steps of each; the first of a part is not measured.
+# Parts of the measurement, and steps per part; the first step of a part is not measured.
 _NUM_PARTS, _STEPS = 3, 3
-_LEAST_GAIN = 1.05  # of the time of the host's pass; below, the device updates nothing
+_LEAST_GAIN = 1.05  # least speedup of the step for which the device updates buckets
 
 
 def interleaved(numels: Sequence[float], fraction: float) -> list[bool]:
-    """Which of the buckets the device updates: every so many-th, so that both passes serve the
-    forward evenly and end together.
+    """Chooses the buckets that the device updates. They are evenly spread, so that both passes
+    deliver weights in forward order and end together.
 
     Args:
-        numels: of the buckets, in the order of forward; equal on all ranks.
-        fraction: of all elements, 0 to 1.
+        numels: elements of the buckets in forward order; equal on all ranks.
+        fraction: fraction of all elements, 0 to 1.
 
     Returns:
-        A flag for each bucket. Up to any of them, the elements that the device updates differ from
-        the fraction by at most half of the largest bucket.
+        A flag per bucket. For every prefix of the buckets, the device's elements differ from the
+        fraction by at most half of the largest bucket.
     """
-    flags, share = list[bool](), 0.0  # of the elements so far, those that the device still lacks
+    flags, share = list[bool](), 0.0  # the device's share so far, minus its elements
     for numel in numels:
         share += fraction * numel
         flags.append(numel > 0 and 2 * share >= numel)
@@ -46,12 +46,12 @@ def interleaved(numels: Sequence[float], fraction: float) -> list[bool]:
 
 
 class PassTimes(NamedTuple):
-    """Seconds of one step's passes over all of the host's elements; see `balanced`.
+    """Seconds of a step's passes over all elements in host memory; see `balanced`.
 
     Attributes:
-        host: of the host's own pass.
-        weights_up: of the compute weights that it sends to the device.
-        states_up, states_down: of main weights and states, if the device updates them.
+        host: seconds of the update on the host.
+        weights_up: seconds to copy its compute weights to the device.
+        states_up, states_down: seconds to copy main weights and states, if the device updates them.
     """
 
     host: float
@@ -61,19 +61,19 @@ class PassTimes(NamedTuple):
 
     @property
     def _lines(self) -> tuple[tuple[float, float], ...]:
-        """The seconds of each lane at the fractions 0 and 1. Between these they are straight."""
+        """The seconds of each lane at the fractions 0 and 1; linear in between."""
         return (self.host, 0.0), (self.weights_up, self.states_up), (0.0, self.states_down)
 
     def seconds(self, fraction: float) -> float:
-        """Of a step after the norm is known, where the device updates a fraction."""
+        """Returns the seconds of a step after the norm, if the device updates a fraction."""
         return max(begin * (1 - fraction) + end * fraction for begin, end in self._lines)
 
     def at_rates_of(self, host: float, up: float, fraction: float) -> PassTimes:
-        """The times of whole passes at the rates of a step in which both passes ran.
+        """Returns the times of whole passes at the rates of a step with both passes.
 
         Args:
-            host, up: seconds of the step's pass on the host, and of all its copies up.
-            fraction: that the device updated in it.
+            host, up: seconds of the step's host pass and of its copies to the device.
+            fraction: the fraction that the device updated in this step.
         """
         if not 0 < fraction < 1:
             return self
@@ -89,8 +89,8 @@ class PassTimes(NamedTuple):
         )
 
     def balanced(self) -> float:
-        """The fraction with the shortest step; 0 where no fraction gains a twentieth."""
-        # The longest of straight lines is the shortest where two of them cross, or at an end.
+        """Returns the fraction with the shortest step; 0 if none saves a twentieth."""
+        # The maximum of linear functions is smallest where two of them cross, or at an end.
         crossings = [0.0, 1.0]
         for one, other in itertools.combinations(self._lines, 2):
             before, after = one[0] - other[0], other[1] - one[1]
@@ -101,12 +101,12 @@ class PassTimes(NamedTuple):
 
 
 class SplitChooser:
-    """Finds the fraction in the first steps: all on the host, all on the device, and the balance of
-    both, whose rates differ since they share the memory's bandwidth. Where they share so much of it
-    that the balance is slower than one of them alone, the faster one has all.
+    """Finds the fraction in the first steps, which update all elements on the host, then all on the
+    device, then a balanced fraction. Both passes share the memory bandwidth, so their rates differ
+    in the last part. If one side alone is faster than the balance, it updates everything.
 
     Attributes:
-        fraction: of the next step.
+        fraction: the fraction for the next step.
     """
 
     def __init__(self) -> None:
@@ -131,9 +131,9 @@ class SplitChooser:
         """Counts a step. All ranks of the mesh call it together.
 
         Args:
-            timings: of the step.
-            fraction: that the device updated in it, in whole buckets.
-            synchronize: waits until its work is over; called where a part ends.
+            timings: the step's timings.
+            fraction: the fraction that the device updated in the step, in whole buckets.
+            synchronize: waits for the step's work; called at the end of a part.
         """
         part, number = divmod(self._num_steps, _STEPS)
         self._num_steps += 1
@@ -166,19 +166,19 @@ class SplitChooser:
 
 
 def _seconds(alone: PassTimes, together: PassTimes, fraction: float) -> float:
-    """Of a step after the norm: with all elements in one pass, or in both together."""
+    """Returns the times of a step after the norm: of one pass alone, or of both together."""
     return (together if 0 < fraction < 1 else alone).seconds(fraction)
 
 
 def _fastest(alone: PassTimes, together: PassTimes, balance: float) -> float:
-    """The fastest of three fractions; 0 where that gains less than a twentieth."""
+    """Returns the fastest of the three fractions; 0 if it saves less than a twentieth."""
     best = min((balance, 1.0), key=lambda fraction: _seconds(alone, together, fraction))
     gain = alone.seconds(0.0) / max(_seconds(alone, together, best), 1e-9)
     return best if gain >= _LEAST_GAIN else 0.0
 
 
 def _slowest(times: PassTimes, mesh: DeviceMesh | None) -> PassTimes:
-    """The longest of all ranks' times, the same on all ranks."""
+    """Returns the maximum over all ranks, the same on all ranks."""
     if mesh is None:
         return times
     most = torch.tensor(times, dtype=torch.float64, device=mesh.device_type)

@@ -1,4 +1,4 @@
-"""Jobs of ranks, with ranks that answer, fail, end and hang; and the channels between."""
+"""Jobs whose ranks reply, fail, exit and hang, and the channels to them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def job_of(tmp_path: Path, side: str = "fake") -> Job:
 
 
 def is_running(process: int) -> bool:
-    """Whether it is there and no zombie, as what nobody waits for in a container stays."""
+    """Returns whether a process exists and is not a zombie. Containers may not reap orphans."""
     try:
         return ") Z " not in Path(f"/proc/{process}/stat").read_text()
     except FileNotFoundError:
@@ -55,7 +55,7 @@ def test_messages_arrive_whole_and_in_order_however_large() -> None:
         other.send({})
 
 
-def test_all_ranks_answer_and_what_they_print_is_no_answer(tmp_path: Path) -> None:
+def test_all_ranks_reply_and_their_output_is_not_a_reply(tmp_path: Path) -> None:
     with job_of(tmp_path) as job:
         job.wait_built()
         answers = job.ask("echo", say="hello")
@@ -67,7 +67,7 @@ def test_all_ranks_answer_and_what_they_print_is_no_answer(tmp_path: Path) -> No
     assert not any(is_running(answer["pid"]) for answer in answers)
 
 
-def test_the_error_of_one_rank_is_told_while_the_other_waits_for_it(tmp_path: Path) -> None:
+def test_the_error_of_one_rank_is_raised_while_the_other_waits_for_it(tmp_path: Path) -> None:
     with job_of(tmp_path) as job:
         job.wait_built()
         processes = [answer["pid"] for answer in job.ask("echo", say="")]
@@ -77,14 +77,14 @@ def test_the_error_of_one_rank_is_told_while_the_other_waits_for_it(tmp_path: Pa
     assert not any(map(is_running, processes))
 
 
-def test_a_rank_that_ends_is_told_with_its_code_and_its_last_words(tmp_path: Path) -> None:
+def test_the_error_of_a_rank_that_exits_has_its_code_and_last_output(tmp_path: Path) -> None:
     with job_of(tmp_path) as job:
         job.wait_built()
         with pytest.raises(JobError, match=r"(?s)rank 0 ended with code 7.*the last words"):
             job.ask("die", on_rank=0)
 
 
-def test_a_job_that_hangs_is_given_up_and_killed(tmp_path: Path) -> None:
+def test_a_hanging_job_times_out_and_is_killed(tmp_path: Path) -> None:
     with job_of(tmp_path) as job:
         job.wait_built()
         processes = [answer["pid"] for answer in job.ask("echo", say="")]
@@ -95,7 +95,7 @@ def test_a_job_that_hangs_is_given_up_and_killed(tmp_path: Path) -> None:
     assert not any(map(is_running, processes))
 
 
-def test_a_side_that_cannot_be_built_says_why(tmp_path: Path) -> None:
+def test_a_failure_to_build_a_side_has_its_reason(tmp_path: Path) -> None:
     with (
         job_of(tmp_path, "never_built") as job,
         pytest.raises(JobError, match="ImportError: no such peer"),
@@ -103,13 +103,13 @@ def test_a_side_that_cannot_be_built_says_why(tmp_path: Path) -> None:
         job.wait_built()
 
 
-def test_what_a_rank_has_started_ends_with_it(tmp_path: Path) -> None:
+def test_child_processes_of_a_rank_end_with_it(tmp_path: Path) -> None:
     with job_of(tmp_path) as job:
         job.wait_built()
         children = [answer["child"] for answer in job.ask("start_child")]
         assert all(map(is_running, children))
 
-    # Nobody waits for them but the system, which takes a moment.
+    # Orphans are reaped by the system, which may take a while.
     deadline = time.monotonic() + 300
     while any(map(is_running, children)) and time.monotonic() < deadline:
         time.sleep(0.01)

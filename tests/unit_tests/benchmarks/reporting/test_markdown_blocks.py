@@ -66,6 +66,6 @@ def test_writing_again_changes_nothing() -> None:
         ),
     ],
 )
-def test_markers_that_do_not_pair_up_are_refused(text: str, message: str) -> None:
+def test_unpaired_markers_are_rejected(text: str, message: str) -> None:
     with pytest.raises(MarkerError, match=message):
         blocks_of("page.md", text)

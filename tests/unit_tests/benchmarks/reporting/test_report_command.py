@@ -128,7 +128,7 @@ def test_a_picture_without_results_goes_and_others_stay(
     assert check(report_of(root)) == 0
 
 
-def test_a_marker_of_an_unknown_name_is_refused_before_anything_is_written(root: Path) -> None:
+def test_a_marker_of_an_unknown_name_is_rejected_before_anything_is_written(root: Path) -> None:
     write_result(root, 1.25)
     before = (root / "README.md").read_text()
     page = root / "docs" / "z.md"

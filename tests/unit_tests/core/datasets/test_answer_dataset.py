@@ -1,4 +1,4 @@
-"""Rows of conversations: each document once an epoch, whole, with the answers that it has."""
+"""Rows of whole conversations with their loss masks; each document is used once per epoch."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ FILLER, VOCAB = 999, 1000
 
 
 def write_chats(prefix: Path, lengths: list[int], *, first_token: int = 0) -> Path:
-    """Documents of which every third token is to be learned; no token comes twice."""
+    """Writes documents of distinct tokens, of which every third is in the loss."""
     with (
         IndexedDatasetBuilder(prefix, np.int32) as tokens,
         IndexedDatasetBuilder(mask_prefix(prefix), np.uint8) as mask,
@@ -44,7 +44,7 @@ def dataset(prefix: Path, seq_length: int, **others: Any) -> AnswerDataset:
 
 
 def documents_of(sample: dict[str, Any]) -> list[dict[str, list[float]]]:
-    """The documents of a row, without what fills it up."""
+    """Returns the documents of a row, without its padding."""
     names = ("tokens", "labels", "loss_mask", "positions")
     parts = [sample[name].split(sample["lengths"]) for name in names]
     found = [
@@ -56,7 +56,7 @@ def documents_of(sample: dict[str, Any]) -> list[dict[str, list[float]]]:
 
 @settings(max_examples=30, deadline=None)
 @given(lengths=st.lists(st.integers(0, 17), min_size=1, max_size=30), seed=st.integers(0, 3))
-def test_each_conversation_comes_once_an_epoch_whole_and_with_its_answers(
+def test_each_epoch_has_every_conversation_once_whole_and_with_its_loss_mask(
     tmp_path_factory: pytest.TempPathFactory, lengths: list[int], seed: int
 ) -> None:
     prefix = write_chats(tmp_path_factory.mktemp("data") / "chats", [*lengths, 5])
@@ -87,7 +87,7 @@ def test_each_conversation_comes_once_an_epoch_whole_and_with_its_answers(
         assert filled == 0
 
 
-def test_rows_do_not_depend_on_how_many_are_asked_for_and_epochs_have_other_orders(
+def test_rows_do_not_depend_on_their_number_and_epochs_differ_in_order(
     tmp_path: Path,
 ) -> None:
     prefix = write_chats(tmp_path / "chats", [3 + number % 11 for number in range(60)])
@@ -122,10 +122,10 @@ def test_conversations_longer_than_a_row_are_rejected_with_the_length_or_cut(
     assert found == [list(range(4)), list(range(5, 21)), list(range(23, 39))]
 
 
-def test_cut_conversations_that_lose_all_answers_are_left_out_and_counted(
+def test_truncated_conversations_with_an_empty_loss_mask_are_dropped_and_counted(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The answers of the second and the fourth start where a row has ended."""
+    """In three conversations, all tokens in the loss are beyond the first row."""
     write_tokens(tmp_path / "chats", [[number] * 21 for number in range(5)])
     masks = [[0] * 20 + [1], [0] * 9 + [1] * 12, [1] + [0] * 20, [0] * 8 + [1] * 13, [1] * 21]
     write_masks(tmp_path / "chats", masks)
@@ -143,7 +143,7 @@ def test_cut_conversations_that_lose_all_answers_are_left_out_and_counted(
     assert build_answer_datasets(config, (1, 0, 0), VOCAB, seed=1, filler=FILLER).train is not None
 
 
-def test_text_is_learned_whole_and_divided_where_it_is_longer_than_a_row(tmp_path: Path) -> None:
+def test_all_tokens_of_text_are_in_the_loss_and_long_text_is_divided(tmp_path: Path) -> None:
     write_tokens(tmp_path / "text", [list(range(40)), [50], list(range(60, 65))])
     rows = dataset(tmp_path / "text", 16)
     found = [one for n in range(rows.samples_per_epoch) for one in documents_of(rows[n])]
@@ -158,7 +158,7 @@ def test_text_is_learned_whole_and_divided_where_it_is_longer_than_a_row(tmp_pat
         assert set(one["loss_mask"]) == {1.0}
 
 
-def test_blends_of_conversations_and_text_have_splits_of_their_own(tmp_path: Path) -> None:
+def test_each_part_of_a_blend_of_conversations_and_text_is_split(tmp_path: Path) -> None:
     chats = write_chats(tmp_path / "chats", [8] * 50)
     write_tokens(tmp_path / "text", [[500 + number] * 8 for number in range(50)])
     config = GPTDatasetConfig(
@@ -183,7 +183,7 @@ def test_blends_of_conversations_and_text_have_splits_of_their_own(tmp_path: Pat
 
 @pytest.mark.parametrize("lost", [(".bin", ".idx"), (".bin",), (".idx",)], ids="".join)
 @pytest.mark.parametrize("prefix", ["out_chat_document", "merged"])
-def test_conversations_that_have_lost_their_mask_are_rejected_in_every_part_and_split(
+def test_conversations_without_their_mask_are_rejected_in_every_part_and_split(
     tmp_path: Path, prefix: str, lost: tuple[str, ...]
 ) -> None:
     write_chats(tmp_path / "whole_chat_document", [8] * 50)
@@ -191,7 +191,7 @@ def test_conversations_that_have_lost_their_mask_are_rejected_in_every_part_and_
     for suffix in lost:
         Path(f"{mask_prefix(tmp_path / prefix)}{suffix}").unlink()
     whole, part = str(tmp_path / "whole_chat_document"), str(tmp_path / prefix)
-    # Without both, any other name is of text, which another part may be blended with.
+    # Without either file, any other name means text, which can be blended.
     blends = (
         [(part,)] if len(lost) == 2 and prefix == "merged" else [(part,), ("9", whole, "1", part)]
     )

@@ -56,7 +56,7 @@ def test_split_shares_add_up_to_one() -> None:
 @pytest.mark.parametrize(
     "split", [",", "1,", "1,2,3,4", "a,b,c", "1,-1,1", "0,0,0", "nan,1,1", "inf,1,1", "1e308,1e308"]
 )
-def test_a_bad_split_is_refused(split: str) -> None:
+def test_a_bad_split_is_rejected(split: str) -> None:
     with pytest.raises(
         ConfigError, match=f"^--split: expected up to three non-negative .*, got '{split}'"
     ):
@@ -73,7 +73,7 @@ def test_a_bad_split_is_refused(split: str) -> None:
         ("nan P", "a WEIGHT > 0 before each PREFIX, got 'nan'"),
     ],
 )
-def test_a_bad_blend_is_refused(prefix: str, blend: str, message: str) -> None:
+def test_a_bad_blend_is_rejected(prefix: str, blend: str, message: str) -> None:
     with pytest.raises(ConfigError, match=f"^--data-path: expected {message}"):
         GPTDatasetConfig(seq_length=8, data_path=tuple(blend.replace("P", prefix).split()))
 
@@ -97,9 +97,7 @@ def test_exactly_one_source_is_wanted(prefix: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["x" * 5000, "a\0b", "fifo", "/dev"])
-def test_a_prefix_that_can_name_no_file_is_refused_in_a_short_line(
-    tmp_path: Path, name: str
-) -> None:
+def test_an_invalid_prefix_is_rejected_with_a_short_message(tmp_path: Path, name: str) -> None:
     for suffix in (".bin", ".idx"):
         os.mkfifo(tmp_path / f"fifo{suffix}")
     message = r"^--data-path: expected a PREFIX with files PREFIX.bin and PREFIX.idx"

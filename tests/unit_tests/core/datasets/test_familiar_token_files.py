@@ -89,7 +89,7 @@ def test_items_behind_the_last_document_are_sequences_like_all_others(
     assert "no document" not in caplog.text
 
 
-def test_documents_that_end_behind_the_last_sequence_are_refused(tmp_path: Path) -> None:
+def test_documents_beyond_the_last_sequence_are_rejected(tmp_path: Path) -> None:
     prefix = as_there(tmp_path / "tokens", SEQUENCES, [4])
     prefix.with_suffix(".idx").write_bytes(index_bytes([3, 0, 1, 2], [0, 5]))
     with pytest.raises(IndexedDatasetError, match="end with sequence 4 or before it, got 5"):
@@ -141,7 +141,7 @@ def test_an_index_that_cannot_be_added_changes_nothing(tmp_path: Path) -> None:
     assert [each.tolist() for each in IndexedDataset(tmp_path / "tokens")] == [[1]]
 
 
-def test_an_index_elsewhere_than_beside_its_tokens_is_refused(tmp_path: Path) -> None:
+def test_an_index_in_another_directory_than_its_tokens_is_rejected(tmp_path: Path) -> None:
     builder = IndexedDatasetBuilder(tmp_path / "tokens", np.int32)
     with pytest.raises(ValueError, match=r"Expected the index at .*tokens\.idx, next to its \.bin"):
         builder.finalize(tmp_path / "other.idx")

@@ -71,7 +71,7 @@ def _reference(
     chunk=st.sampled_from([1, 2, 7, 1 << 18]),
     data=st.data(),
 )
-def test_samples_are_those_of_the_naive_reference(
+def test_samples_match_the_naive_reference(
     lengths: list[int], seq_length: int, seed: int, chunk: int, data: st.DataObject
 ) -> None:
     ends = np.cumsum(lengths)
@@ -114,7 +114,7 @@ def test_epochs_seeds_and_splits_differ(corpus: IndexedDataset) -> None:
     assert max(max(window) for window in _windows(half)) < first_of_second_half
 
 
-def test_too_few_tokens_are_refused_with_the_numbers(
+def test_the_error_for_too_few_tokens_has_the_numbers(
     tmp_path: Path, write_tokens: WriteTokens
 ) -> None:
     indexed = write_tokens(tmp_path / "tokens", [[1, 2, 3], [4]])
@@ -124,20 +124,20 @@ def test_too_few_tokens_are_refused_with_the_numbers(
         GPTDataset(indexed, range(2), 1, seq_length=4, seed=0)
 
 
-def test_a_negative_token_is_refused(tmp_path: Path, write_tokens: WriteTokens) -> None:
+def test_a_negative_token_is_rejected(tmp_path: Path, write_tokens: WriteTokens) -> None:
     indexed = write_tokens(tmp_path / "web", [[1, -1]], np.int32)
     with pytest.raises(ValueError, match="got -1"):
         GPTDataset(indexed, range(1), 1, seq_length=1, seed=0, vocab_size=99)[0]
 
 
-def test_tokens_that_are_no_integers_are_refused(tmp_path: Path, write_tokens: WriteTokens) -> None:
+def test_non_integer_tokens_are_rejected(tmp_path: Path, write_tokens: WriteTokens) -> None:
     indexed = write_tokens(tmp_path / "web", [[1, 2, 3]], np.float32)
     with pytest.raises(ValueError, match="integer dtype, got float32"):
         GPTDataset(indexed, range(1), 1, seq_length=1, seed=0)
 
 
 @pytest.mark.parametrize("index", [-1, 5])
-def test_a_sample_outside_is_refused(corpus: IndexedDataset, index: int) -> None:
+def test_a_sample_outside_is_rejected(corpus: IndexedDataset, index: int) -> None:
     with pytest.raises(IndexError, match=rf"range\(5\), got {index}"):
         GPTDataset(corpus, range(len(corpus)), 5, seq_length=8, seed=0)[index]
 
@@ -188,7 +188,7 @@ def test_data_replaced_after_they_were_opened_do_not_get_the_old_datas_index(
 
 
 @pytest.mark.parametrize("damage", ["truncated", "empty", "foreign", "other shape"])
-def test_a_damaged_index_is_built_anew(corpus: IndexedDataset, tmp_path: Path, damage: str) -> None:
+def test_a_damaged_index_is_rebuilt(corpus: IndexedDataset, tmp_path: Path, damage: str) -> None:
     dataset = GPTDataset(
         corpus, range(len(corpus)), 50, seq_length=8, seed=3, cache_path=tmp_path / "cache"
     )
@@ -214,7 +214,7 @@ def _build(corpus: IndexedDataset, folder: Path, seq_length: int = 8) -> GPTData
     )
 
 
-def test_a_full_disk_names_the_index_and_leaves_nothing(
+def test_the_error_for_a_full_disk_has_the_index_and_no_file_is_left(
     corpus: IndexedDataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(files, "sync_stream", _refuse(errno.ENOSPC))
@@ -278,7 +278,7 @@ def _refuse(number: int) -> Callable[..., None]:
 
 
 @pytest.mark.parametrize("number", [errno.EROFS])
-def test_a_folder_that_cannot_be_written_names_the_flag(
+def test_the_error_for_an_unwritable_directory_has_the_flag(
     corpus: IndexedDataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
     monkeypatch.setattr(Path, "mkdir", _refuse(number))

@@ -284,7 +284,7 @@ def test_the_sample_index_of_other_data_is_named(tmp_path: Path, write_tokens: W
         list(map(dataset.__getitem__, range(20)))
 
 
-def test_a_bin_with_more_than_its_index_says_is_refused(tmp_path: Path) -> None:
+def test_a_bin_file_larger_than_its_index_is_rejected(tmp_path: Path) -> None:
     prefix = _write(tmp_path / "tokens")
     with prefix.with_suffix(".bin").open("ab") as stream:
         stream.write(b"\1\0")

@@ -53,7 +53,7 @@ def test_tokens_and_pixels_are_pairs_that_any_reader_of_token_files_reads(prefix
     assert images[0][8:].tolist() == sample.images[0].pixels.flatten().tolist()
 
 
-def test_a_writer_that_fails_leaves_nothing_and_the_old_files_as_they_were(prefix: str) -> None:
+def test_a_failed_writer_leaves_only_the_old_files(prefix: str) -> None:
     write(prefix, some_samples(2))
     before = {path.name: path.read_bytes() for path in Path(prefix).parent.iterdir()}
 
@@ -67,7 +67,7 @@ def test_a_writer_that_fails_leaves_nothing_and_the_old_files_as_they_were(prefi
     assert {path.name: path.read_bytes() for path in Path(prefix).parent.iterdir()} == before
 
 
-def test_samples_whose_images_are_not_those_of_their_tokens_are_refused(prefix: str) -> None:
+def test_samples_whose_images_do_not_match_their_tokens_are_rejected(prefix: str) -> None:
     sample = some_samples(2)[1]
     cases = {
         "Expected 0 image tokens for 0 image": sample._replace(images=()),
@@ -84,7 +84,7 @@ def test_samples_whose_images_are_not_those_of_their_tokens_are_refused(prefix: 
     assert not ImageTextFiles.exists(prefix)
 
 
-def test_files_that_are_missing_or_of_another_kind_are_refused(prefix: str) -> None:
+def test_missing_files_and_files_of_another_kind_are_rejected(prefix: str) -> None:
     with pytest.raises(IndexedDatasetError, match=r"shapes\.json: expected a description"):
         ImageTextFiles(prefix)
     write(prefix, some_samples(3))
@@ -131,14 +131,14 @@ def _with(prefix: str, tokens: list[int], edges: list[int], image: list[int]) ->
         ([1], [], [1, 0, 0, 0, 4, 0, 0, 0, *[7] * 48], "multiples of 2"),
     ],
 )
-def test_what_files_say_is_not_believed(
+def test_invalid_contents_of_files_are_rejected(
     prefix: str, tokens: list[int], edges: list[int], image: list[int], told: str
 ) -> None:
     with pytest.raises(IndexedDatasetError, match=told):
         _with(prefix, tokens, edges, image)
 
 
-def test_answers_may_be_anywhere_or_nowhere(prefix: str) -> None:
+def test_loss_spans_may_be_anywhere_or_missing(prefix: str) -> None:
     found = _with(prefix, [5, 6, 7, 8], [0, 1, 2, 4], [])
     assert found.is_answer.tolist() == [True, False, True, True]
     assert not _with(prefix, [5, 6], [], []).is_answer.any()

@@ -63,7 +63,7 @@ def test_every_dtype_of_the_format_comes_back(
     assert dataset.get(1).dtype == dtype
 
 
-def test_the_index_is_mapped_and_nothing_can_be_written() -> None:
+def test_the_index_is_mapped_read_only() -> None:
     dataset = IndexedDataset(GOLDEN / "small")
     mapped = (dataset.sequence_lengths, dataset.sequence_pointers, dataset.document_indices)
     for array in mapped:
@@ -111,9 +111,7 @@ def test_optimal_dtype_is_megatrons() -> None:
     assert optimal_dtype(65500) == np.int32
 
 
-def test_a_dataset_of_nothing_is_written_and_read(
-    tmp_path: Path, write_tokens: WriteTokens
-) -> None:
+def test_an_empty_dataset_is_written_and_read(tmp_path: Path, write_tokens: WriteTokens) -> None:
     assert len(write_tokens(tmp_path / "none", [])) == 0
     assert write_tokens(tmp_path / "empty", [[]]).get(0).tolist() == []
 
@@ -131,7 +129,7 @@ def test_an_exception_leaves_the_earlier_files(tmp_path: Path, write_tokens: Wri
     assert IndexedDataset(tmp_path / "tokens").get(0).tolist() == [7]
 
 
-def test_only_the_two_files_stand_after_finalize(tmp_path: Path) -> None:
+def test_only_the_two_files_exist_after_finalize(tmp_path: Path) -> None:
     builder = IndexedDatasetBuilder(tmp_path / "new" / "tokens", np.uint16)
     builder.add_document(np.array([1, 2], dtype=np.int64))
     builder.finalize()
@@ -225,7 +223,7 @@ def _fill_disk_of(stream: BinaryIO) -> None:
 
 
 @pytest.mark.parametrize("name", ["_tokens", "_lengths", "_boundaries"])
-def test_a_full_disk_is_named_and_leaves_nothing(tmp_path: Path, name: str) -> None:
+def test_a_full_disk_is_an_error_and_leaves_no_file(tmp_path: Path, name: str) -> None:
     def write_to_a_full_disk() -> None:
         with IndexedDatasetBuilder(tmp_path / "x", np.int32) as builder:
             _fill_disk_of(getattr(builder, name))
@@ -238,7 +236,7 @@ def test_a_full_disk_is_named_and_leaves_nothing(tmp_path: Path, name: str) -> N
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_builder_that_is_complete_has_published_nothing_yet(tmp_path: Path) -> None:
+def test_a_builder_publishes_no_file_before_finalize(tmp_path: Path) -> None:
     with IndexedDatasetBuilder(tmp_path / "x", np.int32) as builder:
         builder.add_document([1, 2])
         builder.complete()

@@ -54,7 +54,7 @@ def _write_ours(prefix: Path, spec: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["uint16", "int32"])
-def test_what_megatron_core_writes_is_read_and_written_again_to_the_byte(
+def test_files_of_megatron_core_are_read_and_rewritten_byte_for_byte(
     tmp_path: Path, dtype: str
 ) -> None:
     spec = _spec(dtype)
@@ -73,7 +73,7 @@ def test_what_megatron_core_writes_is_read_and_written_again_to_the_byte(
 
 
 @pytest.mark.parametrize("dtype", ["uint16", "int32"])
-def test_what_we_write_megatron_core_reads(tmp_path: Path, dtype: str) -> None:
+def test_megatron_core_reads_our_files(tmp_path: Path, dtype: str) -> None:
     spec = _spec(dtype)
     _write_ours(tmp_path / "ours", spec)
     _peer("read", tmp_path / "ours", tmp_path / "result.json")

@@ -87,7 +87,7 @@ def _tensors(folder: str, name: str) -> dict[str, torch.Tensor]:
         ),
     ],
 )
-def test_a_checkpoint_loads_however_experts_are_divided_to_the_bit(
+def test_a_checkpoint_loads_bit_for_bit_with_any_expert_parallelism(
     saved: Saved, world_size: int, expert_size: int, strategy: str
 ) -> None:
     name = f"{world_size}-{expert_size}-{strategy}"

@@ -67,7 +67,7 @@ def _load(folder: str) -> tuple[list[torch.Tensor], float, float]:
     return whole(model, optimizer), train(model, optimizer, 1), optimizer.param_groups[0]["lr"]
 
 
-def test_a_folder_saved_on_two_ranks_loads_on_three_and_vanilla_dcp_reads_it(tmp_path):
+def test_a_directory_saved_on_two_ranks_loads_on_three_and_vanilla_dcp_reads_it(tmp_path):
     folder = str(tmp_path / "mine")
     saved, loss = run_ranks(2, _save, folder)[0]
     loaded, other_loss, rate = run_ranks(3, _load, folder)[0]

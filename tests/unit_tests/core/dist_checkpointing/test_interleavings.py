@@ -1,6 +1,6 @@
-"""All ranks of a save end alike, whichever rank is delayed or has a failing disk, at any operation.
+"""All ranks of a save end the same way if a rank is delayed, or its disk fails, at any operation.
 
-The tests try all moments one by one. See `helpers/interleaving.py`.
+The tests enumerate the operations. See `helpers/interleaving.py`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from tests.unit_tests.core.dist_checkpointing.helpers.interleaving import (
 from tests.unit_tests.core.dist_checkpointing.helpers.scenes import DRAFT, NEW, memory_folder
 
 FINAL, NUM_RANKS = checkpoint_name(NEW), 2
-FOR_EVER = 10**9  # operations: as far as a rank can go
+FOR_EVER = 10**9  # operations: until the other rank ends or blocks
 SECONDS = 3 * _PATIENCE
 # Operations that another rank may observe. Files have temporary names while they are written.
 VISIBLE = ("mkdir", "replace", "rename", f"open {DRAFT}/__")
@@ -40,7 +40,7 @@ HIDDEN = ("write", "fsync")
 
 
 class Scenes:
-    """Saves to one directory, which is checked and deleted after each of them."""
+    """Saves to one directory, which is checked and deleted after each save."""
 
     def __init__(self, root: Path, caplog: pytest.LogCaptureFixture) -> None:
         self.num_saved, self.num_failed = 0, 0
@@ -54,7 +54,7 @@ class Scenes:
         outcome = self._ranks.save(pause, fault)
         final = self._root / FINAL
         left = {path.name for path in self._root.iterdir()} - {TRACKER_FILE, FINAL}
-        about = f"{pause}, {fault}: {outcome.endings}; beside the checkpoint: {left}"
+        about = f"{pause}, {fault}: {outcome.endings}; other files: {left}"
         assert outcome.seconds < SECONDS, about
         if final.exists():
             self.num_saved += 1
@@ -75,14 +75,14 @@ class Scenes:
         return outcome
 
     def pauses(self, rank: int, other: int, *, is_every: bool) -> Iterator[Pause]:
-        """Each pause of a rank, until each operation of another rank; or, unless `is_every`, those
-        that may make a difference: before what the rank sees or shows, until a visible operation.
+        """Yields the pauses of a rank, before each of its operations and until each operation of
+        another rank. Unless `is_every`, only operations that other ranks can observe count.
         """
         for at in itertools.count():
             longest = Pause(rank, at, other, FOR_EVER)
             outcome = self.save(longest)
             if outcome.num_in_pause < 0:
-                return  # the rank has ended before
+                return  # the rank ended before the pause
             yield longest
             if not is_every and outcome.operations[rank][at].startswith(HIDDEN):
                 continue
@@ -115,7 +115,7 @@ class Scenes:
 
 @pytest.fixture
 def scenes(caplog, monkeypatch) -> Iterator[Scenes]:
-    """Saves of two ranks to a directory in memory, where thousands of saves are fast."""
+    """Saves of two ranks to a directory in memory, so that thousands of saves are fast."""
     monkeypatch.setattr(logging.getLogger("megatron"), "propagate", True)
     caplog.set_level(logging.WARNING)
     with memory_folder() as home:
@@ -125,11 +125,11 @@ def scenes(caplog, monkeypatch) -> Iterator[Scenes]:
 # Delayed ranks.
 
 
-def test_an_undisturbed_save_ends_with_the_operations_that_others_wait_for(scenes):
+def test_a_save_without_faults_syncs_files_and_names_before_it_publishes(scenes):
     first, second = scenes.undisturbed.operations
     manifest = second.index(f"replace {DRAFT}/manifest_1.json")
     assert not [one for one in second[manifest + 1 :] if not one.startswith(("stat", "read"))], (
-        "it only looks"
+        "only reads follow"
     )
     assert second[manifest - 1] == f"fsync {DRAFT}/manifest_1.json"
     assert second.index(f"fsync {DRAFT}/__1_0.distcp") < manifest
@@ -139,9 +139,7 @@ def test_an_undisturbed_save_ends_with_the_operations_that_others_wait_for(scene
 
 
 @pytest.mark.parametrize(("rank", "other"), [(0, 1), pytest.param(1, 0, marks=pytest.mark.wide)])
-def test_a_rank_delayed_before_any_operation_until_a_visible_one_of_the_other_fails_no_save(
-    scenes, rank, other
-):
+def test_a_delay_of_one_rank_until_any_observable_operation_fails_no_save(scenes, rank, other):
     for pause in scenes.pauses(rank, other, is_every=False):
         scenes.save(pause)
     assert scenes.num_saved > 2 * len(scenes.undisturbed.operations[rank])
@@ -150,9 +148,7 @@ def test_a_rank_delayed_before_any_operation_until_a_visible_one_of_the_other_fa
 
 @pytest.mark.wide
 @pytest.mark.parametrize(("rank", "other"), [(0, 1), (1, 0)])
-def test_a_rank_delayed_before_any_operation_until_any_of_the_other_fails_no_save(
-    scenes, rank, other
-):
+def test_a_delay_of_one_rank_until_any_operation_fails_no_save(scenes, rank, other):
     for pause in scenes.pauses(rank, other, is_every=True):
         scenes.save(pause)
     assert scenes.num_failed == 0
@@ -162,20 +158,20 @@ def test_a_rank_delayed_before_any_operation_until_any_of_the_other_fails_no_sav
 
 
 def walk_through_faults(scenes: Scenes, rank: int, other: int, **how: bool) -> None:
-    """Lets each operation of a rank fail, at once and after the longest possible pause."""
+    """Fails each operation of a rank, at once and after the longest possible pause."""
     for number in itertools.count():
         pause = Pause(rank, number, other, FOR_EVER)
         fault = Fault(rank, number, **how)
         own = scenes.undisturbed.operations[rank]
         if fault.is_of_syncs and 0 < number < len(own) and not own[number - 1].startswith("fsync"):
-            continue  # as from the operation before
+            continue  # the same as a fault in the previous operation
         if scenes.save(pause, fault).num_in_pause < 0:
             return
         scenes.save(None, fault)
 
 
 @pytest.mark.parametrize(("rank", "other"), [(0, 1), (1, 0)])
-def test_any_operation_that_fails_fails_the_save_on_all_ranks_within_seconds_or_on_none(
+def test_a_failed_operation_fails_the_save_on_all_ranks_within_seconds_or_on_none(
     scenes, rank, other
 ):
     walk_through_faults(scenes, rank, other)
@@ -191,6 +187,6 @@ def test_all_ranks_agree_after_an_operation_that_succeeded_and_raised_an_error(s
 
 
 @pytest.mark.parametrize(("rank", "other"), [(0, 1), (1, 0)])
-def test_a_disk_that_no_longer_syncs_costs_all_ranks_seconds(scenes, rank, other):
+def test_all_ranks_fail_within_seconds_if_a_disk_does_not_sync(scenes, rank, other):
     walk_through_faults(scenes, rank, other, is_of_syncs=True)
     assert scenes.num_failed > 2

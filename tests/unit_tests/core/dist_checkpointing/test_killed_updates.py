@@ -312,7 +312,7 @@ def _publish_early() -> None:
     StreamedPass.queue = queue_and_say_done
 
 
-def test_a_save_that_does_not_wait_for_streamed_states_is_noticed(scene_of):
+def test_a_save_that_does_not_wait_for_streamed_states_is_detected(scene_of):
     scene = scene_of("streamed", 1)
     moment = next(each for each in scene.moments() if each.lane == "optimizer states down")
     assert scene.survives(moment) == OLD

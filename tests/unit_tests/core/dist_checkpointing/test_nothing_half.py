@@ -1,8 +1,8 @@
-"""Whatever happens to a save, the next load gets the previous checkpoint or the new one, including
-`hf/`, bit by bit.
+"""Saves are atomic: after any failure, a load gets the previous checkpoint or the new one, bit for
+bit, including `hf/`.
 
-Ranks are forked processes: saving needs no process group. Moments are operations on the file
-system, see `helpers/crashes.py`.
+Ranks are forked processes, since a save needs no process group. Faults are injected at operations
+on the file system, see `helpers/crashes.py`.
 """
 
 from __future__ import annotations
@@ -91,8 +91,8 @@ CASES = [
     *((WHOLE, phase) for phase in PHASES),
     *((WITH_HF, phase) for phase in HF_PHASES),
 ]
-# Before this operation of rank 0 the old checkpoint counts, after it the new one. After this
-# operation of rank 1, it has done its part.
+# The operation of rank 0 that publishes the new checkpoint, and the last operation of rank 1 that
+# it waits for.
 DECISIVE = (f"rename {checkpoint_name(NEW)}", f"replace {DRAFT}/manifest_1.json")
 
 
@@ -127,7 +127,7 @@ class Old:
         return shutil.copytree(self.root(size), Path(tempfile.mkdtemp(dir=self._home)) / "run")
 
     def operations(self, size: Size) -> list[list[str]]:
-        """The operations of each of two ranks in an undisturbed save."""
+        """The operations of each of two ranks in a save without faults."""
         if size not in self._operations:
             scene = self._nursery.run(run_scene, self.copy(size), {}, None, False, size)
             assert (scene.endings, scene.published) == ([None, None], [NEW])
@@ -135,7 +135,7 @@ class Old:
         return self._operations[size]
 
     def operations_of_one(self, size: Size) -> list[str]:
-        """The operations of an undisturbed save by a single rank."""
+        """The operations of a single rank in a save without faults."""
         return self._nursery.run(_save_alone, self.copy(size), size)
 
 
@@ -156,14 +156,14 @@ def own(old: Old) -> list[str]:
 
 
 def expected_folders(published: list[int]) -> list[str]:
-    """All directories after another run has swept and saved."""
+    """Returns all directories after another run has cleaned up and saved."""
     return [checkpoint_name(iteration) for iteration in (*published, LATER)]
 
 
 # Ranks that are killed. `test_interleavings.py` has ranks whose file system fails.
 
 
-def test_two_ranks_do_the_same_in_every_save_and_pass_through_all_phases(nursery, old):
+def test_the_operations_of_two_ranks_are_deterministic_and_cover_all_phases(nursery, old):
     operations = old.operations(WHOLE)
     assert nursery.run(run_scene, old.copy(WHOLE), {}).operations == operations
     for phase, pattern in PHASES.items():
@@ -217,7 +217,7 @@ def check_killed(nursery: Forks, old: Old, size: Size, moment: Moment, num_writt
     "seed", [0, *(pytest.param(seed, marks=pytest.mark.wide) for seed in range(1, 4))]
 )
 @pytest.mark.parametrize(("size", "phase"), CASES, ids=str)
-def test_a_rank_that_is_killed_at_any_moment_leaves_the_old_checkpoint_or_the_new_one(
+def test_killing_a_rank_in_each_phase_leaves_the_old_or_the_new_checkpoint(
     nursery, old, size, phase, seed
 ):
     lot = random.Random(f"{phase} {seed}")
@@ -227,9 +227,7 @@ def test_a_rank_that_is_killed_at_any_moment_leaves_the_old_checkpoint_or_the_ne
 
 @pytest.mark.wide
 @pytest.mark.parametrize("rank", range(2))
-def test_a_rank_that_is_killed_at_every_moment_leaves_the_old_checkpoint_or_the_new_one(
-    nursery, old, rank
-):
+def test_killing_a_rank_at_every_operation_leaves_the_old_or_the_new_checkpoint(nursery, old, rank):
     for number in range(len(old.operations(WHOLE)[rank])):
         check_killed(nursery, old, WHOLE, Moment(rank, number), number)
 
@@ -276,7 +274,7 @@ def test_a_full_disk_fails_the_save_on_all_ranks_and_leaves_no_files(nursery, ol
     assert outcomes[-1] == [NEW]
 
 
-def test_a_file_instead_of_the_directory_is_an_error_and_no_fresh_start(tmp_path):
+def test_a_file_instead_of_the_directory_is_an_error_and_not_a_fresh_start(tmp_path):
     (tmp_path / "run").write_text("")
     assert "Not a directory" in outcome_of_save(tmp_path / "run", size=SMALL)
     with pytest.raises(CheckpointError, match=r"/run, got NotADirectoryError"):
@@ -314,7 +312,7 @@ def _cut_power(
 
 
 @pytest.mark.parametrize("num_images", [1, pytest.param(3, marks=pytest.mark.wide)])
-def test_a_power_cut_at_any_moment_leaves_the_old_checkpoint_or_the_new_one(
+def test_a_power_failure_at_any_operation_leaves_the_old_or_the_new_checkpoint(
     nursery, old, home, num_images
 ):
     size, images = SMALL_WITH_HF, home / f"images_{num_images}"
@@ -330,7 +328,7 @@ def test_a_power_cut_at_any_moment_leaves_the_old_checkpoint_or_the_new_one(
     assert all(NEW in found for found in published[settled:]), "announced checkpoints stay"
 
 
-def test_a_power_cut_after_a_sync_that_failed_leaves_the_old_checkpoint_or_the_new_one(
+def test_a_power_failure_after_a_failed_sync_leaves_the_old_or_the_new_checkpoint(
     nursery, old, home, own
 ):
     failing = own.index(f"rename {checkpoint_name(NEW)}") + 1
@@ -380,7 +378,7 @@ def _every_third_and_around(own: list[str], *decisive: int) -> list[int]:
     return sorted({*range(0, len(own), 3), len(own) - 1} | (near & {*range(len(own))}))
 
 
-def test_of_two_runs_that_save_one_iteration_at_any_moments_one_publishes_and_the_other_fails(
+def test_of_two_runs_that_save_the_same_iteration_one_publishes_and_the_other_fails(
     nursery, old, home, own
 ):
     decisive = own.index(f"rename {checkpoint_name(NEW)}")
@@ -399,7 +397,7 @@ def test_of_two_runs_that_save_one_iteration_at_any_moments_one_publishes_and_th
             assert refused.search(other_error)
 
 
-def test_a_run_that_starts_at_any_moment_of_anothers_save_fails_it_by_name_or_comes_too_late(
+def test_a_run_that_starts_during_the_save_of_another_fails_it_or_is_too_late(
     nursery, old, home, own
 ):
     first = own.index(f"mkdir {DRAFT}")
@@ -420,7 +418,7 @@ def _sweep(root: Path) -> None:
 
 
 @pytest.mark.parametrize("rank", range(2))
-def test_a_run_that_starts_at_any_moment_of_two_ranks_save_fails_it_on_both_or_on_none(
+def test_a_run_that_starts_during_a_save_of_two_ranks_fails_it_on_both_or_on_none(
     nursery, old, rank
 ):
     lot = random.Random(rank)
@@ -480,7 +478,7 @@ def _save_remotely(root: str, iteration: int, num_good: float) -> tuple[str | No
     return None, connection.num_requests
 
 
-def test_a_remote_store_that_is_lost_at_any_moment_holds_the_old_checkpoint_or_the_new_one(
+def test_losing_a_remote_store_at_any_request_leaves_the_old_or_the_new_checkpoint(
     remote, monkeypatch
 ):
     monkeypatch.setattr(publisher, "_PATIENCE", 0.1)  # it does not come back

@@ -1,4 +1,4 @@
-"""PyTorch DCP reads our checkpoints."""
+"""PyTorch DCP reads the checkpoints of this project."""
 
 from __future__ import annotations
 
@@ -158,7 +158,7 @@ OTHER = "other.pt"  # expectations that are not met
 
 @pytest.fixture(scope="module")
 def verdicts(roots: dict[str, Path]) -> dict[str, dict[str, Any]]:
-    """The differences that PyTorch finds, by run; under OTHER, with wrong expectations."""
+    """Returns PyTorch's differences by run; OTHER has wrong expectations."""
     places = {
         name: (root / checkpoint_name(ITERATION), root / "expected.pt")
         for name, root in roots.items()
@@ -175,7 +175,7 @@ def verdicts(roots: dict[str, Path]) -> dict[str, dict[str, Any]]:
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_pytorch_alone_reads_every_tensor_bit_by_bit(verdicts, name):
+def test_pytorch_alone_reads_every_tensor_bit_for_bit(verdicts, name):
     verdict = verdicts[name]
     assert verdict["dcp.load"] == []
     assert verdict["dcp.load of a part"] == []
@@ -184,7 +184,7 @@ def test_pytorch_alone_reads_every_tensor_bit_by_bit(verdicts, name):
     assert verdict["number of tensors"] > 60
 
 
-def test_a_flipped_bit_would_be_seen(verdicts):
+def test_a_flipped_bit_is_a_difference(verdicts):
     verdict = verdicts[OTHER]
     assert len(verdict["dcp.load"]) == 3
     assert len(verdict["dcp.load of a part"]) == 1

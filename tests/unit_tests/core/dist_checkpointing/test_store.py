@@ -124,7 +124,7 @@ def test_a_file_of_more_bytes_than_wanted_is_not_read(store):
         store.read(f"{FINAL}/file", 6)
 
 
-def test_the_files_of_a_folder_are_listed_without_those_of_others(store):
+def test_the_files_of_a_directory_are_listed_without_other_files(store):
     store.make_folder(FINAL)
     store.make_folder(f"{FINAL}/folder")
     for name in ("b", "a", "deleted", "folder/c"):
@@ -276,7 +276,7 @@ def test_a_tracker_of_a_gibibyte_is_an_error_before_it_is_read(local, tmp_path):
 
 
 @pytest.mark.parametrize("prefix", ["", "file://"])
-def test_a_path_and_a_file_url_are_the_same_local_folder(tmp_path, prefix):
+def test_a_path_and_a_file_url_are_the_same_local_directory(tmp_path, prefix):
     found = open_store(f"{prefix}{tmp_path}/run")
     assert isinstance(found, LocalStore)
     assert found.root == f"{tmp_path}/run"
@@ -293,7 +293,7 @@ def test_a_file_that_is_still_being_written_is_not_listed(local):
     assert local.files(FINAL) == ["half", "whole"]
 
 
-def test_a_small_file_that_cannot_be_written_is_named_and_its_folder_stays_away(local):
+def test_the_error_for_an_unwritable_small_file_has_its_name_and_no_directory_is_left(local):
     with pytest.raises(FileNotFoundError, match=f"'{local.root}/{FINAL}/file'"):
         local.write(f"{FINAL}/file", b"content")
     assert local.folders() == []

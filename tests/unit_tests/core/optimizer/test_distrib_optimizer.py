@@ -71,7 +71,7 @@ def weights(model: nn.Module) -> list[torch.Tensor]:
         ({**OFFLOAD, "optimizer": "sgd"}, HybridDeviceOptimizer),
     ],
 )
-def test_the_optimizer_behind_is_the_one_that_is_asked_for(settings, cls):
+def test_the_settings_select_the_wrapped_optimizer(settings, cls):
     built = build_optimizer(Model(), OptimizerConfig(**settings), lr=0.3, num_local_ranks=1)
     assert type(built.optimizer) is cls
     assert (built.plan is not None) == (cls is HybridDeviceOptimizer)
@@ -82,7 +82,7 @@ def test_the_optimizer_behind_is_the_one_that_is_asked_for(settings, cls):
     assert [len(group["params"]) for group in built.param_groups] == [4, 4], "matrices, and biases"
 
 
-def test_the_constants_reach_both_sides():
+def test_hyperparameters_are_passed_to_both_sides():
     constants = {
         "adam_beta1": 0.8,
         "adam_beta2": 0.7,
@@ -114,9 +114,7 @@ def test_the_constants_reach_both_sides():
 
 
 @pytest.mark.parametrize("choice", ["te", "apex"])
-def test_others_implementations_are_rejected_on_the_cpu_and_where_they_are_not_installed(
-    choice, monkeypatch
-):
+def test_external_implementations_are_rejected_on_the_cpu_and_if_not_installed(choice, monkeypatch):
     config = OptimizerConfig(gpu_optimizer=choice)
     with pytest.raises(
         ConfigError, match=f"expected auto, native or torch on the CPU, got {choice}"
@@ -175,7 +173,7 @@ def test_others_implementations_are_rejected_on_the_cpu_and_where_they_are_not_i
     ],
     ids=str,
 )
-def test_settings_that_nothing_would_honour_are_rejected(settings):
+def test_settings_without_effect_are_rejected(settings):
     with pytest.raises(ConfigError, match="--"):
         OptimizerConfig(**settings)
 
@@ -242,7 +240,7 @@ def _clips(settings: dict[str, Any], is_sharded: bool) -> None:
 
 
 @pytest.mark.parametrize("settings", CONFIGS, ids=str)
-def test_clipping_is_that_of_torch(settings):
+def test_clipping_matches_torch(settings):
     _clips(settings, is_sharded=False)
 
 
@@ -254,13 +252,13 @@ def test_clipping_is_that_of_torch(settings):
     ],
     ids=str,
 )
-def test_clipping_of_a_sharded_model_is_that_of_torch(settings):
+def test_clipping_of_a_sharded_model_matches_torch(settings):
     run_ranks(2, _clips, settings, True)
 
 
 @pytest.mark.parametrize("norm", [math.nan, math.inf])
 @pytest.mark.parametrize("settings", CONFIGS, ids=str)
-def test_a_norm_that_is_not_finite_steps_nothing(settings, norm):
+def test_a_non_finite_norm_skips_the_step(settings, norm):
     model = Model()
     optimizer = build_optimizer(model, OptimizerConfig(**settings), lr=0.1, num_local_ranks=1)
     before = weights(model)
@@ -275,7 +273,7 @@ def test_a_norm_that_is_not_finite_steps_nothing(settings, norm):
     assert not any(torch.equal(*pair) for pair in zip(weights(model), before, strict=True))
 
 
-def test_a_gradient_that_is_not_finite_makes_the_norm_so():
+def test_a_non_finite_gradient_makes_the_norm_non_finite():
     model = Model()
     optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), 1.0)
     backward(model)
@@ -313,13 +311,13 @@ def _steps(settings: dict[str, Any], is_planned: bool) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("settings", PLANNED, ids=str)
 @on_ranks(2)
-def test_a_step_that_was_planned_ahead_gives_the_same_bits(settings: dict[str, Any]) -> None:
+def test_a_planned_step_is_bit_equal(settings: dict[str, Any]) -> None:
     pairs = zip(_steps(settings, is_planned=True), _steps(settings, is_planned=False), strict=True)
     assert all(torch.equal(*pair) for pair in pairs)
 
 
 @pytest.mark.parametrize("settings", PLANNED, ids=str)
-def test_a_plan_that_is_not_carried_out_has_no_effect(settings):
+def test_an_unused_plan_has_no_effect(settings):
     model = Model()
     optimizer = build_optimizer(model, OptimizerConfig(**settings), lr=0.1, num_local_ranks=1)
     before = weights(model)
@@ -353,7 +351,7 @@ def _change_rate(optimizer: DistributedOptimizer) -> None:
     "change", [_replace_gradient, _drop_gradient, _write_to_gradient, _change_rate]
 )
 @pytest.mark.parametrize("is_hook", [False, True])
-def test_what_changes_between_plan_and_step_counts(settings, change, is_hook):
+def test_changes_between_plan_and_step_take_effect(settings, change, is_hook):
     found = []
     for is_planned in (False, True):
         model = Model()
@@ -372,14 +370,14 @@ def test_what_changes_between_plan_and_step_counts(settings, change, is_hook):
     assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
 
 
-def test_other_optimizers_plan_nothing_ahead():
+def test_other_optimizers_do_not_plan_steps():
     optimizer = build_optimizer(
         Model(), OptimizerConfig(gpu_optimizer="torch"), lr=0.1, num_local_ranks=1
     )
     assert optimizer.plan_step() is None
 
 
-def test_a_gradient_that_cannot_be_stepped_with_is_rejected_by_the_plan():
+def test_planning_rejects_unsupported_gradients():
     for settings in PLANNED:
         model = Model()
         optimizer = build_optimizer(model, OptimizerConfig(**settings), lr=0.1, num_local_ranks=1)
@@ -403,7 +401,7 @@ FRACTIONS = (0.0, 0.3, 0.8, 1.0)
 
 
 def _plan_holds(is_untied: bool) -> list[list[bool]]:
-    """A plan that is made before a model is sharded is the one that its optimizer would make."""
+    """Checks that the plan before sharding equals the plan of the optimizer after it."""
     plans = []
     for fraction in FRACTIONS:
         config = OptimizerConfig(**OFFLOAD, optimizer_offload_fraction=fraction)
@@ -434,7 +432,7 @@ def _plan_holds(is_untied: bool) -> list[list[bool]]:
 
 
 @pytest.mark.parametrize("is_untied", [False, True])
-def test_what_is_offloaded_is_planned_before_a_model_is_sharded(is_untied):
+def test_the_offload_plan_before_sharding_equals_the_optimizers_plan(is_untied):
     plans, *others = run_ranks(2, _plan_holds, is_untied)
     assert others == [plans]
     assert plans[0] == [False] * 4
@@ -443,5 +441,5 @@ def test_what_is_offloaded_is_planned_before_a_model_is_sharded(is_untied):
     assert run_ranks(1, _plan_holds, is_untied) == [plans]
 
 
-def test_nothing_is_offloaded_unless_it_is_asked_for():
+def test_nothing_is_offloaded_by_default():
     assert plan_offload(gpt(2), OptimizerConfig()) is None

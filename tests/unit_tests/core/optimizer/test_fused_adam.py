@@ -131,7 +131,7 @@ def test_a_closure_is_run_with_gradients_and_its_result_returned():
     assert not torch.equal(own, before)
 
 
-def test_autograd_notices_that_a_step_has_changed_a_saved_weight():
+def test_autograd_detects_that_a_step_changed_a_saved_weight():
     (own,) = parameters((4,))
     optimizer = FusedAdam([own])
     loss = own.square().sum()

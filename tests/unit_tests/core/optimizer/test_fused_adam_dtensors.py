@@ -47,7 +47,7 @@ DIM = 6
 
 
 @on_ranks(1)
-def test_an_optimizer_over_fully_sharded_parameters_refuses_to_be_copied() -> None:
+def test_copying_an_optimizer_over_sharded_parameters_raises() -> None:
     model, _ = sharded()
     optimizer = FusedAdam(model.parameters())
     for copying in (copy.copy, copy.deepcopy, pickle.dumps):

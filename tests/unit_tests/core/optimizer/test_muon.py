@@ -51,8 +51,8 @@ def relative(found: torch.Tensor, expected: torch.Tensor) -> float:
 @pytest.mark.parametrize("nesterov", [True, False])
 @pytest.mark.parametrize("scale_mode", ["match_rms_adamw", "original"])
 @pytest.mark.parametrize("factor", [1.0, 0.25])
-def test_fifty_steps_match_torchs_muon_and_adamw(monkeypatch, nesterov, scale_mode, factor):
-    """`factor`: clipping, as a factor that is applied while gradients are read."""
+def test_fifty_steps_match_torch_muon_and_adamw(monkeypatch, nesterov, scale_mode, factor):
+    """`factor` is the clipping factor, which the step applies to the gradients."""
     monkeypatch.setattr(products, "_SLOW_DTYPES", frozenset())
     matrices, others = parameters(MATRICES), parameters(OTHERS)
     their_matrices, their_others = parameters(MATRICES), parameters(OTHERS)
@@ -78,7 +78,7 @@ def test_fifty_steps_match_torchs_muon_and_adamw(monkeypatch, nesterov, scale_mo
 
 
 @pytest.mark.parametrize("as_remainders", [False, True])
-def test_bf16_weights_are_rounded_from_those_of_a_run_in_fp32(monkeypatch, as_remainders):
+def test_bf16_weights_are_rounded_fp32_main_weights(monkeypatch, as_remainders):
     monkeypatch.setattr(products, "_SLOW_DTYPES", frozenset())
     own, other = parameters(MATRICES, BF16), parameters(MATRICES, BF16)
     wide = [torch.nn.Parameter(p.detach().float()) for p in other]
@@ -101,7 +101,7 @@ def test_bf16_weights_are_rounded_from_those_of_a_run_in_fp32(monkeypatch, as_re
 
 
 class Counter:
-    """Stands in for `orthogonalize` and records the shapes that it gets."""
+    """Replaces `orthogonalize` and records the shapes of its inputs."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.shapes: list[tuple[int, ...]] = []
@@ -115,7 +115,7 @@ class Counter:
         return self._original(matrix, step)
 
 
-def test_each_matrix_of_a_stack_is_orthogonalized_once_a_step_and_by_itself(monkeypatch):
+def test_each_matrix_of_a_stack_is_orthogonalized_separately_once_per_step(monkeypatch):
     counter = Counter(monkeypatch)
     fused, single = parameters(((24, 16), (8, 16)))
     rows = (12, 8, 4)
@@ -137,10 +137,10 @@ def test_each_matrix_of_a_stack_is_orthogonalized_once_a_step_and_by_itself(monk
         separate.step()
         whole.step()
     assert torch.equal(fused, torch.cat(apart))
-    assert relative(unsplit[0], fused) > 1e-3, "what an unsplit weight would get"
+    assert relative(unsplit[0], fused) > 1e-3, "the result differs from an unsplit weight's"
 
 
-def test_tensors_of_any_strides_take_the_same_step():
+def test_the_step_does_not_depend_on_strides():
     (plain,) = parameters(((24, 16),))
     turned = torch.nn.Parameter(plain.detach().T.contiguous().T)
     assert not turned.is_contiguous()
@@ -152,7 +152,7 @@ def test_tensors_of_any_strides_take_the_same_step():
     assert torch.equal(plain, turned)
 
 
-def test_parameters_without_a_gradient_and_frozen_ones_rest(monkeypatch):
+def test_parameters_without_a_gradient_and_frozen_parameters_are_not_stepped(monkeypatch):
     counter = Counter(monkeypatch)
     matrices = parameters(MATRICES)
     matrices[0].requires_grad_(False)
@@ -166,7 +166,7 @@ def test_parameters_without_a_gradient_and_frozen_ones_rest(monkeypatch):
     assert optimizer.state[matrices[0]] == {}
     assert optimizer.state[matrices[1]]["step"] == 0
 
-    # Other parameters take the next step.
+    # The next step has gradients of other parameters.
     counter.shapes.clear()
     optimizer.zero_grad()
     give_gradients(matrices[1:3], 1)
@@ -175,8 +175,8 @@ def test_parameters_without_a_gradient_and_frozen_ones_rest(monkeypatch):
     assert [int(optimizer.state[p]["step"]) for p in matrices[1:]] == [1, 2, 1, 1]
 
 
-def test_parameters_put_into_the_groups_later_get_the_rules_of_these():
-    """As programs do that shard a model after they have built its optimizer."""
+def test_parameters_replaced_in_the_groups_use_the_rule_of_their_group():
+    """Programs that shard a model after building its optimizer replace parameters this way."""
     runs = []
     for are_put_later in (False, True):
         matrices, others = parameters(MATRICES), parameters(OTHERS)
@@ -191,7 +191,7 @@ def test_parameters_put_into_the_groups_later_get_the_rules_of_these():
     assert all(map(torch.equal, *runs))
 
 
-def test_parameters_put_into_the_groups_later_load_states_and_the_others_are_freed():
+def test_states_load_for_replaced_parameters_and_the_previous_ones_are_freed():
     saved = RuleOptimizer(groups_of(parameters(MATRICES), parameters(OTHERS)), Muon(), **OPTIONS)
     saved.init_state()
     state_dict = saved.state_dict()
@@ -214,7 +214,7 @@ def test_parameters_put_into_the_groups_later_load_states_and_the_others_are_fre
         assert [reference() for reference in freed] == [None] * len(freed), change
 
 
-def test_a_group_that_changes_its_rule_after_a_step_is_an_error():
+def test_changing_the_rule_of_a_group_after_a_step_raises():
     (matrix,) = parameters(((8, 4),))
     optimizer = RuleOptimizer([matrix], Muon(), **OPTIONS)
     give_gradients([matrix], 0)
@@ -227,7 +227,7 @@ def test_a_group_that_changes_its_rule_after_a_step_is_an_error():
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
-def test_a_gradient_that_is_not_finite_shows_in_its_matrix_only(value):
+def test_a_non_finite_gradient_affects_its_matrix_only(value):
     first, second = parameters(((8, 8), (8, 8)))
     give_gradients([first, second], 0)
     first.grad[3, 3] = value
@@ -236,7 +236,7 @@ def test_a_gradient_that_is_not_finite_shows_in_its_matrix_only(value):
     assert second.isfinite().all()
 
 
-def test_a_plan_is_used_by_its_step_and_planned_again_when_options_change():
+def test_a_planned_step_is_used_and_replanned_if_options_changed():
     own, other = parameters(MATRICES), parameters(MATRICES)
     ours, theirs = (RuleOptimizer(each, Muon(), **OPTIONS) for each in (own, other))
     for number in range(3):
@@ -250,7 +250,7 @@ def test_a_plan_is_used_by_its_step_and_planned_again_when_options_change():
     assert all(map(torch.equal, own, other))
 
 
-def test_buffers_and_gradients_of_a_step_are_freed_with_it():
+def test_buffers_and_gradients_are_freed_after_the_step():
     own = parameters(MATRICES)
     optimizer = RuleOptimizer(own, Muon(), **OPTIONS)
     give_gradients(own, 0)
@@ -270,7 +270,7 @@ class Exchanged:
         pass
 
 
-def test_what_an_exchange_sends_stays_in_memory_until_it_is_over(monkeypatch):
+def test_the_send_buffer_of_an_exchange_is_kept_until_it_is_done(monkeypatch):
     monkeypatch.setattr(dist, "all_to_all_single", lambda *_, **__: Exchanged())
     sent, received = torch.ones(4), torch.ones(4)
     wait = matrix_pass._exchange(sent, received, [4], [4], None)
@@ -284,7 +284,7 @@ def test_what_an_exchange_sends_stays_in_memory_until_it_is_over(monkeypatch):
     assert reference() is None
 
 
-def test_states_load_into_the_rules_that_their_groups_have():
+def test_states_load_by_the_rule_of_their_group():
     matrices, others = parameters(MATRICES), parameters(OTHERS)
     ours = RuleOptimizer(groups_of(matrices, others), Muon(), **OPTIONS)
     give_gradients(matrices + others, 0)
@@ -306,7 +306,7 @@ def test_states_load_into_the_rules_that_their_groups_have():
             optimizer.load_state_dict(saved)
 
 
-def test_options_of_torchs_muon_that_have_other_names_are_not_loaded_silently():
+def test_loading_options_of_torch_muon_with_other_names_raises():
     theirs = torch.optim.Muon(parameters(MATRICES))
     ours = RuleOptimizer(parameters(MATRICES), Muon())
     with pytest.raises(ValueError, match="ns_coefficients"):
@@ -317,7 +317,7 @@ def test_options_of_torchs_muon_that_have_other_names_are_not_loaded_silently():
     ours.load_state_dict(state)
 
 
-def test_a_copy_of_the_optimizer_steps_as_the_original():
+def test_a_deepcopy_of_the_optimizer_takes_the_same_step():
     matrices, others = parameters(MATRICES), parameters(OTHERS)
     optimizer = RuleOptimizer(groups_of(matrices, others), Muon(), **OPTIONS)
     give_gradients(matrices + others, 0)
@@ -342,7 +342,7 @@ def test_a_copy_of_the_optimizer_steps_as_the_original():
     ],
     ids=str,
 )
-def test_options_that_muon_cannot_honour_are_rejected(options, error, message):
+def test_invalid_options_of_muon_are_rejected(options, error, message):
     with pytest.raises(error, match=message):
         RuleOptimizer(parameters(MATRICES), Muon(), **options)
 
@@ -357,7 +357,7 @@ def test_options_that_muon_cannot_honour_are_rejected(options, error, message):
         (((8, 4),), [(8,), (8,)], "1 parameters"),
     ],
 )
-def test_a_group_without_matrices_is_rejected_instead_of_stepped_otherwise(shapes, rows, message):
+def test_a_group_of_muon_without_matrices_is_rejected(shapes, rows, message):
     group = {"params": parameters(shapes), **({} if rows is None else {"matrix_rows": rows})}
     with pytest.raises(ValueError, match=message):
         RuleOptimizer([group], Muon())
@@ -367,14 +367,14 @@ def test_a_group_without_matrices_is_rejected_instead_of_stepped_otherwise(shape
     assert len(optimizer.param_groups) == 1
 
 
-def test_dtypes_with_a_scale_are_rejected():
+def test_state_dtypes_with_a_scale_are_rejected():
     for dtype in (torch.float16, torch.float8_e4m3fn, torch.float64):
         with pytest.raises(NotImplementedError, match=str(dtype)):
             Muon(dtype)
     narrow = parameters(MATRICES, BF16)
     with pytest.raises(NotImplementedError, match="float16"):
         RuleOptimizer(narrow, Muon(), master_weights=True, master_weight_dtype=torch.float16)
-    # Those of the other parameters may have one.
+    # States of AdamW's parameters may have a scale.
     rule = Muon(scalar=Adam(exp_avg_dtype=torch.float16))
     others = parameters(OTHERS)
     give_gradients(others, 0)

@@ -256,7 +256,7 @@ def _load_and_go_on(folder: str, first: int) -> dict[str, list[str]]:
     return failed
 
 
-def test_a_run_saved_on_four_ranks_continues_to_the_bit_on_one_and_three(tmp_path):
+def test_a_run_saved_on_four_ranks_continues_bit_for_bit_on_one_and_three(tmp_path):
     """By PyTorch's `get_state_dict` and `set_state_dict`, in DCP's format."""
     folder = str(tmp_path / "checkpoint")
     run_ranks(4, _save, folder, 2)

@@ -1,4 +1,4 @@
-"""Memory that is planned before there are weights is the memory of the run, to the byte."""
+"""`plan_memory` predicts the memory of a run to the byte, before weights are allocated."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ BF16_MOMENTS = {
 
 @dataclass(frozen=True)
 class Case:
-    """A run: its model, how it is sharded, and its optimizer."""
+    """A run: its model, sharding and optimizer."""
 
     model: TransformerConfig = DENSE
     parallel: dict[str, Any] = field(default_factory=dict)
@@ -94,7 +94,7 @@ class Case:
     recipe: str | None = None
 
     def on_host(self, fraction: float, **options: Any) -> Case:
-        """With a fraction of the optimizer in host memory."""
+        """The same run with a fraction of the optimizer in host memory."""
         offload = {"optimizer_cpu_offload": True, "optimizer_offload_fraction": fraction}
         parallel = self.parallel
         if not parallel.get("use_torch_fsdp2"):
@@ -120,7 +120,7 @@ class Case:
         return LowPrecisionConfig(fp8_format="e4m3", fp8_recipe=self.recipe)
 
     def build(self) -> nn.Module:
-        # Of rows that no number of ranks divides, if they need not be divided.
+        # Without tensor parallelism, a vocabulary that no number of ranks divides.
         vocab_size = VOCAB + 3 if TP2.items() <= self.parallel.items() else VOCAB
         model = GPTModel(self.model, vocab_size)
         freeze(model, self.freeze, "--freeze")
@@ -130,7 +130,7 @@ class Case:
 
 
 class Seen(NamedTuple):
-    """Planned, requested and found memory on one rank."""
+    """Planned, requested and allocated memory of one rank."""
 
     planned: PlannedMemory
     asked: int
@@ -161,7 +161,7 @@ def _seen(case: Case) -> Seen:
         engines.check_memory_on_all_ranks = original
     found = engine.state.optimizer.state_memory(engine.model)
     if config.optimizer.gpu_optimizer == "torch":
-        # Such states are made in the first step.
+        # PyTorch's optimizers allocate their states in the first step.
         tokens = torch.arange(12).view(2, 6) + rank
         batch = {"tokens": tokens, "labels": tokens}
         engine.train_batch([batch], lambda model, batch: model(**batch).mean())
@@ -200,8 +200,8 @@ CHEAP = {
     "codes, experts divided, half on the host": Case(
         MIXTURE, {**EP2, **CODES}, freeze=("decoder.layers.0",), recipe="blockwise"
     ).on_host(0.5),
-    "codes scaled by histories": Case(MIXTURE, {**EP2, **CODES}, recipe="delayed"),
-    "codes of four bits, on the host": Case(
+    "codes, delayed scaling": Case(MIXTURE, {**EP2, **CODES}, recipe="delayed"),
+    "fp4 codes, on the host": Case(
         EVEN_MIXTURE, {**EP2, "fp4_param_gather": True}, recipe="nvfp4"
     ).on_host(1.0),
 }
@@ -234,7 +234,7 @@ WIDE = {
             "exp_avg_sq_dtype": "fp16",
         }
     ),
-    "weights apart from gradients": Case().on_host(0.5, pin_cpu_params=False),
+    "unpinned weights": Case().on_host(0.5, pin_cpu_params=False),
     "momentum": Case(optimizer={"optimizer": "sgd"}),
     "momentum on the host": Case().on_host(0.5, optimizer="sgd"),
     "Lion": Case(HYBRID).on_host(0.5, optimizer="lion", exp_avg_dtype="bf16"),
@@ -268,20 +268,20 @@ def _check(case: Case, world_size: int) -> None:
     for seen in run_ranks(world_size, _seen, case):
         assert seen.planned.at_rest == seen.found
         assert seen.planned.device_nbytes > 0
-        # A run requests the memory that it takes before it has weights.
+        # The preflight check requests exactly the host memory that the run allocates.
         assert seen.asked == sum(need.nbytes for need in seen.planned.host_needs)
         assert seen.asked == sum(row.host for row in seen.found.values())
 
 
 @pytest.mark.parametrize("case", CHEAP.values(), ids=CHEAP)
-def test_a_plan_is_the_memory_of_a_run_to_the_byte(case):
+def test_the_plan_matches_the_memory_of_a_run_to_the_byte(case):
     _check(case, 2)
 
 
 @pytest.mark.wide
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 @pytest.mark.parametrize("case", [*CHEAP.values(), *WIDE.values()], ids=[*CHEAP, *WIDE])
-def test_a_plan_is_the_memory_of_a_run_on_any_number_of_ranks(case, world_size):
+def test_the_plan_matches_the_memory_on_any_number_of_ranks(case, world_size):
     needs_even = any(each.items() <= case.parallel.items() for each in (EP2, TP2, HSDP))
     if needs_even and world_size != 2:
         world_size = 4
@@ -290,7 +290,7 @@ def test_a_plan_is_the_memory_of_a_run_on_any_number_of_ranks(case, world_size):
 
 @pytest.mark.wide
 @pytest.mark.parametrize("fraction", [None, 0.5, 1.0])
-def test_a_plan_is_the_memory_of_a_model_that_is_not_sharded(fraction):
+def test_the_plan_matches_the_memory_of_an_unsharded_model(fraction):
     case = Case(parallel={"use_megatron_fsdp": False}, compute_dtype="fp32")
     if fraction is not None:
         offload = {"optimizer_cpu_offload": True, "optimizer_offload_fraction": fraction}
@@ -299,7 +299,7 @@ def test_a_plan_is_the_memory_of_a_model_that_is_not_sharded(fraction):
 
 
 def _weights_before_they_are_codes(case: Case) -> tuple[int, int]:
-    """Bytes of new weights that the device has updated, planned and after a step."""
+    """Planned and allocated bytes of bf16 weights that the device updated and has not quantized."""
     config, world_size = case.engine_config(), dist.get_world_size()
     with torch.device("meta"):
         model = case.build()
@@ -318,7 +318,9 @@ def _weights_before_they_are_codes(case: Case) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("share", [0.5, 1.0])
-def test_weights_that_the_device_updates_are_planned_until_they_are_codes(share: float) -> None:
+def test_the_plan_includes_weights_that_the_device_updated_until_they_are_quantized(
+    share: float,
+) -> None:
     case = Case(MIXTURE, CODES, recipe="blockwise").on_host(
         1.0, overlap_cpu_optimizer_d2h_h2d=True, optimizer_update_on_device=share
     )
@@ -335,14 +337,14 @@ WIDER_MIXTURE = replace(
 
 
 class Exchanged:
-    """An exchange that has moved nothing."""
+    """A finished collective without communication."""
 
     def wait(self) -> None:
         pass
 
 
 def _step_buffers(case: Case) -> tuple[int, int]:
-    """Planned bytes of Muon's buffers, and the most that exist at a time in a step."""
+    """Returns the planned bytes of Muon's buffers, and their measured peak in a step."""
     config, world_size = case.engine_config(), dist.get_world_size()
     with torch.device("meta"):
         model = case.build()
@@ -357,8 +359,8 @@ def _step_buffers(case: Case) -> tuple[int, int]:
     optimizer = engine.state.optimizer.optimizer
     optimizer.step()
     with pytest.MonkeyPatch.context() as patch:
-        # gloo's threads may free what they send. Elementwise updates have scratch memory for every
-        # rule, and some CPUs multiply in other dtypes.
+        # Exclude from the peak: messages, which gloo's threads free, scratch memory
+        # of elementwise updates, and operands that some CPUs convert before they multiply.
         patch.setattr(dist, "all_to_all_single", lambda *_, **__: Exchanged())
         patch.setattr(matrix_pass, "carry_out", lambda *_: None)
         patch.setattr(rule_optimizer, "carry_out", lambda *_: None)
@@ -389,8 +391,8 @@ STEPPED = {
         ),
     ],
 )
-def test_the_buffers_of_muons_step_are_planned(case: str, world_size: int) -> None:
-    """Those of the rank with the most; at most, if ranks differ or both sides have some."""
+def test_the_plan_includes_the_buffers_of_a_muon_step(case: str, world_size: int) -> None:
+    """The plan is the largest rank's; it is an upper bound if ranks differ or both sides step."""
     divides = {"experts divided, half on the host": 2, "HFSDP": 2}.get(case, 1)
     if world_size % divides:
         pytest.skip("these ranks cannot divide the model")

@@ -81,7 +81,7 @@ def test_the_hosts_column_is_the_offloaded_optimizers_memory_to_the_byte(
 
 
 @on_ranks(2)
-def test_weights_on_their_way_up_have_a_row_where_they_have_memory() -> None:
+def test_new_compute_weights_have_a_row_if_they_have_memory() -> None:
     model = grouped(main_grads=torch.float32)
     table = state_memory(model, HybridDeviceOptimizer(model.parameters(), 1.0))
     assert list(table) == [
@@ -90,12 +90,12 @@ def test_weights_on_their_way_up_have_a_row_where_they_have_memory() -> None:
         "gradients",
         "exp_avg",
         "exp_avg_sq",
-        "weights on their way up",
+        "new compute weights",
     ]
-    # fp32 arrays of 18, 25 and 14 elements, from one cache line on each, behind each other: 0 to
-    # 72, 128 to 228, 256.
+    # fp32 arrays of 18, 25 and 14 elements, aligned to cache lines: bytes 0 to 72, 128 to 228, and
+    # from 256.
     assert table["main weights"] == (0, 256 + 56)
-    assert table["weights on their way up"].host >= 2 * sum(HALVES)
+    assert table["new compute weights"].host >= 2 * sum(HALVES)
     assert table["compute weights"] == (2 * sum(HALVES), 0)
 
 

@@ -103,7 +103,7 @@ def _errors(inputs: Sequence[Tensor], dtype: torch.dtype, **options: int) -> dic
 @example(0, 1, 64, (2, 4), 1 << 19, torch.float32)
 @example(0, 64, 64, (2, 4), 1 << 19, torch.float32)
 @example(0, 150, 16, (2, 4), 6000, torch.float64)
-def test_chunks_give_what_the_recurrence_gives_forward_and_backward(
+def test_chunks_match_the_recurrence_in_forward_and_backward(
     seed: int,
     length: int,
     chunk_size: int,
@@ -119,7 +119,7 @@ def test_chunks_give_what_the_recurrence_gives_forward_and_backward(
 
 @pytest.mark.parametrize("numel", [1, 6000])
 @on_ranks(3)
-def test_slices_give_what_whole_sequences_give_forward_and_backward(numel: int) -> None:
+def test_slices_match_whole_sequences_in_forward_and_backward(numel: int) -> None:
     rank, inputs = dist.get_rank(), _inputs(2, 150)
     # The state reaches over all slices, but for two heads that forget it in the second one.
     inputs[3].clamp_(min=-0.02)
@@ -142,7 +142,7 @@ def test_slices_give_what_whole_sequences_give_forward_and_backward(numel: int) 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("numel", [6000, 1 << 24])
-def test_a_gpu_gives_what_the_cpu_gives(monkeypatch: pytest.MonkeyPatch, numel: int) -> None:
+def test_a_gpu_matches_the_cpu(monkeypatch: pytest.MonkeyPatch, numel: int) -> None:
     inputs, weights = _inputs(0, 300), torch.ones(2, 300, 4, 12)
     expected = _with_gradients(gated_delta_rule, inputs, torch.float64, weights)
     monkeypatch.setattr(delta_rule, "segment_numel", lambda _: numel)
@@ -279,7 +279,7 @@ def test_backward_copies_no_more_states_than_a_segment_has(monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("device_kind", ["cpu", "cuda"])
-def test_the_planned_states_are_those_that_such_a_device_keeps(
+def test_the_planned_states_match_the_states_of_the_device(
     monkeypatch: pytest.MonkeyPatch, device_kind: str
 ) -> None:
     numel = delta_rule.segment_numel(device_kind)
@@ -289,7 +289,7 @@ def test_the_planned_states_are_those_that_such_a_device_keeps(
     assert states.nbytes == delta_rule.state_nbytes(2048, 2 * 64, 32, 64, device_kind)
 
 
-def test_no_sequences_and_no_positions_give_nothing() -> None:
+def test_empty_inputs_give_empty_outputs() -> None:
     for shape in ((0, 5), (2, 0)):
         query, key, value = (torch.randn(*shape, 2, 4, requires_grad=True) for _ in range(3))
         gates = torch.zeros(*shape, 2)

@@ -114,9 +114,7 @@ def test_layers_may_be_unrotated_or_delta_nets() -> None:
         ),
     ],
 )
-def test_options_that_mean_nothing_are_rejected_by_flag(
-    changes: dict[str, Any], message: str
-) -> None:
+def test_options_without_effect_are_rejected_by_flag(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError) as error:
         TransformerConfig(**{**LATENT, **changes})
     assert str(error.value).startswith(message)

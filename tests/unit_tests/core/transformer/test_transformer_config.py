@@ -134,7 +134,7 @@ def test_output_projections_start_smaller_with_depth() -> None:
         ),
     ],
 )
-def test_what_cannot_be_honoured_is_refused_by_flag(changes: dict[str, Any], message: str) -> None:
+def test_unsupported_settings_are_rejected_by_flag(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError) as error:
         TransformerConfig(**{**REQUIRED, **changes})
     assert str(error.value).startswith(message)

@@ -1,6 +1,5 @@
-"""Settings that a directory of the transformers library decides (`--hf-model`), its config.json
-compared with a model, and the small files that a save writes: the tokenizer, and files of the base
-model.
+"""`--hf-model`: the settings from a directory of the transformers library, the comparison of its
+config.json with a model, and the files that a save copies from the tokenizer and the base model.
 """
 
 from __future__ import annotations
@@ -86,7 +85,7 @@ def errors_of(folder: Path, *flags: object) -> list[str]:
 
 
 def changed(folder: Path, target: Path, **changes: Any) -> Path:
-    """A copy with another config.json; a value of None removes a field."""
+    """Copies a directory and changes its config.json. None removes a field."""
     target.mkdir()
     content = json.loads((folder / "config.json").read_text()) | changes
     content = {name: value for name, value in content.items() if value is not None}
@@ -95,7 +94,7 @@ def changed(folder: Path, target: Path, **changes: Any) -> Path:
     return target
 
 
-def test_a_directory_alone_describes_the_model_and_the_tokenizer(folder):
+def test_a_directory_sets_the_model_and_the_tokenizer(folder):
     config = config_of(folder)
     assert (config.model.num_layers, config.model.hidden_size, config.model.head_dim) == (2, 24, 8)
     assert config.model.num_key_value_heads == 2
@@ -107,7 +106,7 @@ def test_a_directory_alone_describes_the_model_and_the_tokenizer(folder):
     assert padded_vocab_size(config.tokenizer, tokenizer) == VOCAB
 
 
-def test_settings_of_training_are_the_users(folder):
+def test_training_settings_are_not_taken_from_the_directory(folder):
     assert config_of(folder).model.hidden_dropout == 0.0
     flags = "--hidden-dropout 0.25 --recompute-granularity full --init-method-std 0.5".split()
     config = config_of(folder, *flags, "--num-layers", 2, "--hf-init-random").model
@@ -116,7 +115,7 @@ def test_settings_of_training_are_the_users(folder):
     assert config.attention_dropout == 0.0
 
 
-def test_the_balancing_of_experts_is_the_users_and_their_choice_is_not(tmp_path):
+def test_balancing_flags_may_differ_from_the_directory_and_routing_flags_may_not(tmp_path):
     model = read_folder(save_model(tmp_path / "model", "qwen3_moe", router_aux_loss_coef=0.01))
     values: dict[str, object] = {}
     assert take_settings(values, model) == []
@@ -135,7 +134,7 @@ def test_the_balancing_of_experts_is_the_users_and_their_choice_is_not(tmp_path)
     assert line.startswith("--moe-router-topk: expected 2, ")
 
 
-def test_all_contradictions_are_one_error_with_both_values(folder, tmp_path):
+def test_all_contradictions_are_reported_together_with_both_values(folder, tmp_path):
     file = tmp_path / "run.yaml"
     file.write_text("num-layers: 3\nseq-length: 32\nnormalization: RMSNorm\n")
     lines = errors_of(folder, "--config", file, "--hidden-size", 32, "--no-qk-layernorm")
@@ -159,7 +158,7 @@ def test_the_rows_of_the_embedding_are_not_padded(folder):
     assert padded_vocab_size(config.tokenizer, build_tokenizer(config.tokenizer)) == VOCAB
 
 
-def test_rows_are_added_by_the_size_of_the_vocabulary(folder):
+def test_a_larger_vocab_size_adds_rows(folder):
     for kind, flags, expected in (
         ("HuggingFaceTokenizer", (), VOCAB + 1),
         ("HuggingFaceTokenizer", ("--make-vocab-size-divisible-by", 8), 304),
@@ -188,7 +187,7 @@ def test_another_tokenizer_may_be_used_if_the_embedding_has_enough_rows(folder, 
     assert "got tokenizer.model alone" in line
 
 
-def test_a_tokenizer_with_more_ids_than_the_embedding_has_rows_is_errors_of(folder, tmp_path):
+def test_a_tokenizer_with_more_ids_than_rows_of_the_embedding_is_rejected(folder, tmp_path):
     small = config_of(changed(folder, tmp_path / "small", vocab_size=200)).tokenizer
     with pytest.raises(ConfigError, match="--tokenizer-model: expected at most 200 ids") as caught:
         build_tokenizer(small, rows_of="small")
@@ -201,7 +200,7 @@ def test_a_tokenizer_with_more_ids_than_the_embedding_has_rows_is_errors_of(fold
         build_tokenizer(config.tokenizer, rows_of=str(folder))
 
 
-def test_a_sequence_has_at_most_the_length_in_the_directory(folder, tmp_path):
+def test_seq_length_is_limited_by_the_directory(folder, tmp_path):
     (line,) = errors_of(folder, "--seq-length", 65)
     assert line.startswith("--seq-length: expected at most --max-position-embeddings 64")
     endless = changed(folder, tmp_path / "endless", max_position_embeddings=None)
@@ -219,13 +218,13 @@ def test_a_sequence_has_at_most_the_length_in_the_directory(folder, tmp_path):
         ({"rope_scaling": {"type": "linear", "factor": 4.0}, "rope_parameters": None}, "rope"),
     ],
 )
-def test_a_directory_of_an_unknown_model_is_one_line(folder, tmp_path, changes, message):
+def test_an_unknown_model_is_an_error_of_one_line(folder, tmp_path, changes, message):
     (line,) = errors_of(changed(folder, tmp_path / "other", **changes))
     assert line.startswith("--hf-model: ")
     assert message in line
 
 
-def test_a_directory_that_cannot_be_read_is_one_line_with_advice(tmp_path):
+def test_an_unreadable_directory_is_an_error_of_one_line_with_advice(tmp_path):
     (line,) = errors_of(Path("meta-llama/Llama-3.2-1B"))
     assert "`hf download meta-llama/Llama-3.2-1B --local-dir models/Llama-3.2-1B`" in line
     file, snapshot = tmp_path / "model.gguf", tmp_path / "hub" / "snapshots" / "0123"
@@ -250,7 +249,7 @@ def test_a_directory_that_cannot_be_read_is_one_line_with_advice(tmp_path):
         parse_config(["--hf-init-random", "--num-layers=1", *REST], world_size=1)
 
 
-def test_a_file_of_settings_may_name_the_folder(folder, tmp_path):
+def test_a_settings_file_may_set_hf_model(folder, tmp_path):
     (tmp_path / "run.yaml").write_text(f"hf-model: {folder}\nseq-length: 16\n")
     assert read_yaml(str(tmp_path / "run.yaml"))["hidden_size"] == 24
     (tmp_path / "run.yaml").write_text(f"hf-model: {folder}\nhidden-size: 16\n")
@@ -269,7 +268,7 @@ def their_model(**options: Any) -> torch.nn.Module:
     return model
 
 
-def test_a_config_is_compared_in_the_form_of_its_library():
+def test_configs_are_compared_as_the_library_parses_them():
     """Files of version 4, default values, and fields that do not affect the arithmetic."""
     model = their_model(rope_theta=500.0)
     heads = {"hidden_size": 16, "num_attention_heads": 2}
@@ -298,7 +297,7 @@ def test_a_config_is_compared_in_the_form_of_its_library():
         ({"model_type": "qwen2"}, ("model_type 'qwen2'", "llama")),
     ],
 )
-def test_another_arithmetic_is_a_difference_with_both_values(changes, values):
+def test_fields_that_change_results_are_differences_with_both_values(changes, values):
     content = {"hidden_size": 16, "num_attention_heads": 2} | changes
     problem = config_problems(their_model(), content)[0]
     assert all(value in problem for value in values)
@@ -308,7 +307,7 @@ HOSTILE = "x\n\x1b[2J" + "y" * 10**6
 
 
 @pytest.mark.parametrize("changes", [{"rope_parameters": [1]}, {"num_attention_heads": HOSTILE}])
-def test_a_config_that_its_library_rejects_is_one_bounded_error(changes):
+def test_a_config_that_the_library_rejects_is_an_error_of_bounded_length(changes):
     with pytest.raises(CheckpointDamagedError, match="LlamaConfig") as caught:
         config_problems(their_model(), changes)
     assert str(caught.value).isprintable()
@@ -354,7 +353,7 @@ def contents(folder: Path) -> dict[str, str]:
 
 
 def saved(folder: Path, extras: FolderExtras) -> dict[str, Any]:
-    """The ids that a config.json gets."""
+    """Returns the token ids for a config.json."""
     folder.mkdir()
     extras.check()
     ids = extras.save(folder)
@@ -363,7 +362,7 @@ def saved(folder: Path, extras: FolderExtras) -> dict[str, Any]:
     return ids
 
 
-def test_only_files_that_describe_a_tokenizer_are_copied_with_it(tmp_path: Path) -> None:
+def test_only_known_tokenizer_files_are_copied(tmp_path: Path) -> None:
     """`--tokenizer-model data/mine.json`: the directory has other models and vocabularies."""
     data = tokenizer_folder(tmp_path / "data", {})
     write(data, {"lid.model": "x", "vocab.de.txt": "y", "tokenizer (old).json": "{}"})
@@ -379,7 +378,7 @@ def test_only_files_that_describe_a_tokenizer_are_copied_with_it(tmp_path: Path)
 
 
 @pytest.mark.parametrize("of_base", ["nothing", "another tokenizer"])
-def test_only_the_tokenizers_files_are_copied(tmp_path: Path, of_base: str) -> None:
+def test_only_files_of_the_tokenizer_are_copied(tmp_path: Path, of_base: str) -> None:
     own = tokenizer_folder(tmp_path / "own")
     write(own, OTHERS)
     base = None
@@ -401,7 +400,7 @@ def test_only_the_tokenizers_files_are_copied(tmp_path: Path, of_base: str) -> N
     assert found == {"tokenizer.json": (own / "tokenizer.json").read_text(), **FILES}
 
 
-def test_the_base_models_tokenizer_is_copied_with_its_templates(
+def test_the_tokenizer_of_the_base_model_is_copied_with_its_templates(
     tmp_path: Path,
 ) -> None:
     base = tokenizer_folder(tmp_path / "base")
@@ -417,7 +416,7 @@ def test_the_base_models_tokenizer_is_copied_with_its_templates(
     assert found == expected
 
 
-def test_a_processor_without_a_tokenizer_leaves_the_base_models(tmp_path: Path) -> None:
+def test_a_processor_without_a_tokenizer_keeps_the_base_models_tokenizer(tmp_path: Path) -> None:
     class Processor:
         def save_pretrained(self, folder: Path) -> None:
             (folder / "preprocessor_config.json").write_text("{}")
@@ -428,7 +427,7 @@ def test_a_processor_without_a_tokenizer_leaves_the_base_models(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("form", ["a file of another name", "a folder", "a folder with a config"])
-def test_the_copy_names_an_end_of_document_that_no_file_names(tmp_path: Path, form: str) -> None:
+def test_the_copy_adds_the_end_of_document_if_no_file_has_it(tmp_path: Path, form: str) -> None:
     own = tokenizer_folder(tmp_path / "own", {})
     path = own
     if form == "a file of another name":
@@ -449,7 +448,7 @@ def test_the_copy_names_an_end_of_document_that_no_file_names(tmp_path: Path, fo
     assert theirs("a<bos>b")["input_ids"] == found.tokenize("a<bos>b")
 
 
-def test_a_tokenizer_without_files_is_saved_as_its_id(tmp_path: Path) -> None:
+def test_a_tokenizer_without_files_saves_its_end_of_document_id(tmp_path: Path) -> None:
     assert saved(tmp_path / "null", FolderExtras(NullTokenizer(5))) == {"eos_token_id": 5}
     assert contents(tmp_path / "null").keys() == {"config.json", "generation_config.json"}
     assert saved(tmp_path / "bytes", FolderExtras(ByteTokenizer())) == {"eos_token_id": 256}

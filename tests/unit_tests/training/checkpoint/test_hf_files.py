@@ -98,7 +98,7 @@ def test_only_regular_files_are_opened(folder: Path, name: str, kind: str) -> No
     "file",
     ["../../etc/passwd", "/etc/passwd", "..", ".", "", "sub/model", "a\0b", "a\nb", 5, None, ["x"]],
 )
-def test_an_index_that_names_anything_but_files_beside_it_is_refused_by_name(
+def test_an_index_with_files_outside_of_its_directory_is_rejected(
     folder: Path, file: object
 ) -> None:
     (folder / WEIGHTS_FILE).unlink()
@@ -177,7 +177,7 @@ def test_a_truncated_file_is_an_error_with_its_size(folder: Path) -> None:
         names_in(folder)
 
 
-def test_a_file_that_does_not_fit_in_memory_is_an_error_that_says_so(
+def test_a_file_that_does_not_fit_in_memory_is_a_clear_error(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*_: object, **__: object) -> None:

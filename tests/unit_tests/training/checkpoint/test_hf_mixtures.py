@@ -132,7 +132,7 @@ def test_ranks_write_the_files_that_one_writes_and_read_their_rows_of_them(
         assert weights[name].shape == (5, 24, 24)
 
 
-def test_a_stacked_folder_is_loaded_and_saved_one_by_one(tmp_path: Path) -> None:
+def test_stacked_experts_are_loaded_and_saved_as_separate_tensors(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     folder, out = tmp_path / "model", tmp_path / "out"
     save_model(folder, "qwen3_moe")
@@ -222,7 +222,7 @@ def model_of(folder: Path) -> GPTModel:
 
 
 @pytest.mark.parametrize("family", ["deepseek_v3", "glm4_moe", "gpt_oss"])
-def test_weights_come_back_to_the_bit(tmp_path: Path, family: str) -> None:
+def test_loaded_and_saved_weights_are_bit_equal(tmp_path: Path, family: str) -> None:
     folder = save_model(tmp_path / "theirs", family)
     model = model_of(folder)
     load_hf(model, folder)

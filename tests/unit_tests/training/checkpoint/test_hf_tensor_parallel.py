@@ -83,7 +83,7 @@ def _load_gpt(
 @pytest.mark.parametrize(
     ("name", "tp", "ep"), [("Qwen3 tied", 4, 1), ("Qwen3Next", 2, 2), ("Llama biases", 2, 1)]
 )
-def test_folders_of_architectures_do_not_depend_on_tp(
+def test_exported_directories_do_not_depend_on_tp(
     tmp_path: Path, name: str, tp: int, ep: int
 ) -> None:
     config = replace(QWEN3, ffn_hidden_size=12, **ARCHITECTURES[name])

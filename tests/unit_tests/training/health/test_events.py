@@ -57,7 +57,7 @@ def test_a_rank_that_several_threads_end_writes_one_exit(tmp_path):
     assert [event["restart"] for event in read_events(tmp_path)] == [0, 1]
 
 
-def test_without_a_folder_events_are_dropped(tmp_path, monkeypatch, shown):
+def test_without_a_directory_events_are_not_written(tmp_path, monkeypatch, shown):
     monkeypatch.chdir(tmp_path)
     events = EventLog(None)
     events.write(EventKind.START)

@@ -1,4 +1,4 @@
-"""Models, and eight samples a step, on which runs that divide them differently are compared."""
+"""Models and data, with eight samples per step, to compare runs with different parallelism."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def engine_for(
     execution: ExecutionConfig | None = None,
     **parallel: Any,
 ) -> ModuleEngine:
-    """An engine with the model of a case, on all ranks.
+    """Builds an engine with the model of a case, on all ranks.
 
     Args:
         parallel: options of DataParallelConfig.
@@ -142,22 +142,22 @@ def engine_for(
 
 
 def samples(step: int, case: Case) -> list[Batch]:
-    """The microbatches of a step over all ranks."""
+    """Returns the microbatches of a step over all ranks."""
     if case.has_images:
         return [_with_images(10 * step + number) for number in range(GLOBAL // MICRO)]
 
     generator = torch.Generator().manual_seed(step)
     rows = torch.randint(VOCAB, (GLOBAL // MICRO, MICRO, SEQ + 1), generator=generator)
-    # One microbatch has nothing to learn in its second half: the loss of some ranks is zero.
+    # One microbatch has no loss in its second half, so the loss of some ranks is zero.
     masks = (torch.rand(rows[..., 1:].shape, generator=generator) < 0.7).float()
     masks[1, :, SEQ // 2 :] = 0.0
-    # And one of the second step has nothing at all.
+    # One microbatch of the second step has no loss at all.
     masks[2] *= step != 1
     found: list[Batch] = []
     for row, mask in zip(rows, masks, strict=True):
         batch: Batch = {"tokens": row[:, :-1], "labels": row[:, 1:].contiguous(), "loss_mask": mask}
         if case.has_documents:
-            # The second row ends with padding, which all of some slices are, and half of another.
+            # The second row ends with padding, which covers some slices and half of another.
             batch |= {"lengths": (5, 12, 7, 3, 6, 15), "padding": (0, 15)}
             mask[1, 9:] = 0.0
         found.append(batch)
@@ -179,7 +179,7 @@ def _with_images(number: int) -> Batch:
 
 
 def own_samples(engine: ModuleEngine, step: int, case: Case) -> list[Batch]:
-    """This rank's, as the loop's sampler deals them."""
+    """Returns this rank's microbatches, as from the loop's sampler."""
     parallel, mesh = engine.config.parallel, engine.mesh
     rank = parallel.data_parallel_rank(mesh.get_rank())
     return samples(step, case)[rank :: parallel.data_parallel_size(mesh.size())]

@@ -1,5 +1,5 @@
-"""The configuration of a small run, and stand-ins for its engine and saver: they note in `calls`
-what the run does with them.
+"""The configuration of a small run, and fakes of its engine and saver that record in `calls` how
+they are used.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ def config_of(*flags: str) -> RunConfig:
 
 
 class FakeEngine:
-    """An engine on one rank whose steps cost nothing and whose losses are given.
+    """An engine on one rank with given losses, which does not compute.
 
     Args:
-        losses: by iteration, where it is not 1.0.
+        losses: losses by iteration; 1.0 by default.
     """
 
     def __init__(self, calls: list[Any], losses: dict[int, float] | None = None) -> None:
@@ -78,7 +78,7 @@ class FakeEngine:
 
 
 class FakeSaver:
-    """A saver that writes nothing."""
+    """A saver that does not write files."""
 
     is_saving = False
     is_late = False

@@ -1,4 +1,4 @@
-"""Blobs against `torch.save` and `torch.load` themselves."""
+"""Blobs compared with `torch.save` and `torch.load`."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def raw_bytes(tensor: torch.Tensor) -> bytes:
 
 
 class CountingFile:
-    """Counts what torch.save writes and skips; knows nothing of headers."""
+    """Counts the bytes that torch.save writes and skips, without parsing them."""
 
     def __init__(self) -> None:
         self.nbytes = 0
@@ -71,8 +71,8 @@ def nbytes_that_torch_saves(dtype: torch.dtype, shape: tuple[int, ...]) -> int:
 
 
 def shapes(max_numel: int) -> st.SearchStrategy[tuple[int, ...]]:
-    """Of 0 to 4 dimensions, sizes of every magnitude, and those where an integer takes a byte
-    more.
+    """Shapes of 0 to 4 dims with sizes of every magnitude, including sizes whose pickled integers
+    take one more byte.
     """
     edges = [n + step for n in (1 << 8, 1 << 16, 1 << 31) for step in (-1, 0, 1)]
     size = st.integers(0, 40).flatmap(lambda bits: st.integers(0, 1 << bits)) | st.sampled_from(
@@ -133,7 +133,7 @@ def test_lengths_of_many_shapes_take_few_calls_of_torch_save(monkeypatch):
 def test_a_blob_of_more_than_4_gib_loads(tmp_path):
     shape = (4 * GIB + 12345,)
     header, footer = blob_frame(torch.uint8, shape)
-    with Path(tmp_path / "blob").open("wb") as file:  # a file with a hole: the data takes no room
+    with Path(tmp_path / "blob").open("wb") as file:  # a sparse file
         file.write(header)
         file.seek(shape[0] - 3, io.SEEK_CUR)
         file.write(b"\x07\x08\x09" + footer)
@@ -148,7 +148,7 @@ def test_negative_sizes_are_rejected():
         blob_layout(torch.float32, (-3, -2))
 
 
-def test_a_torch_that_writes_blobs_of_another_length_is_found_out():
+def test_a_torch_that_writes_blobs_of_another_length_raises():
     blob_layout(torch.float32, (10, 3))
     blob._frame.cache_clear()
     with (
@@ -176,7 +176,7 @@ plain_values = st.recursive(
 
 
 def without_shared_parts(value: object) -> object:
-    """An equal value without shared objects; its strings are new objects, too."""
+    """Returns an equal value without shared objects, including strings."""
     if isinstance(value, str):
         return "".join(list(value))
     if isinstance(value, list | tuple):
@@ -217,7 +217,7 @@ def test_tensors_in_plain_data_are_saved_without_the_rest_of_their_storage():
         ([torch.nn.Parameter(torch.ones(2))], r"at the value\[0\], got a .*Parameter"),
     ],
 )
-def test_anything_but_plain_data_is_rejected_with_its_place(value, place):
+def test_other_objects_than_plain_data_are_rejected_with_their_path(value, place):
     with pytest.raises(ValueError, match="Expected plain data " + place):
         plain_blob(value)
 

@@ -43,7 +43,7 @@ PLACEMENTS = {
     ),
     "hfsdp": Placements((0, 1), (Replicate(), Flat()), (Partial("avg"), Flat()), (Flat(), Flat())),
 }
-# compute weights, gradients as they are sent, main gradients, and how to get them
+# dtypes of compute weights, sent gradients and main gradients, and the policy that sets them
 DTYPES = {
     "fp32": (torch.float32, torch.float32, torch.float32, MixedPrecisionPolicy()),
     "bf16": (torch.bfloat16, torch.bfloat16, torch.bfloat16, MixedPrecisionPolicy()),
@@ -63,10 +63,10 @@ DTYPES = {
 
 
 class Collective(NamedTuple):
-    """One call, as a rank sees it."""
+    """One collective call of a rank."""
 
     what: str
-    axis: int  # of the mesh
+    axis: int  # mesh axis
     input_bytes: int
     output_bytes: int
 
@@ -82,8 +82,8 @@ class Collective(NamedTuple):
 
 @dataclass(frozen=True)
 class Plan:
-    """The collectives of one group: after a step, in every forward, backward and microbatch, in a
-    step's last.
+    """The collectives of one group: in the first forward after a step, in every forward, backward
+    and microbatch, and in the last microbatch of a step.
     """
 
     refresh: Sequence[Collective] = ()
@@ -93,7 +93,7 @@ class Plan:
     last: Sequence[Collective] = ()
 
     def of_step(self, num_microbatches: int, num_last: int = 1) -> Counter[Collective]:
-        """The collectives of all layers in a step, without refreshed weights."""
+        """Returns the collectives of all layers in a step, except for `refresh`."""
         each = [*self.forward, *self.backward, *self.microbatch]
         return _times(NUM_LAYERS, [*each * num_microbatches, *self.last * num_last])
 
@@ -105,7 +105,7 @@ def _times(count: int, calls: Sequence[Collective]) -> Counter[Collective]:
 def planned(
     name: str, numel: int, dtypes: str, *, reshards: bool = True, is_scoped: bool = True
 ) -> Plan:
-    """The minimal collectives of a strategy, where every axis of the mesh has two ranks."""
+    """Returns the minimal collectives of a strategy on a mesh with two ranks per axis."""
     compute, sent, main = (dtype.itemsize for dtype in DTYPES[dtypes][:3])
     # Sums over microbatches or ranks are sent in the policy's dtype, and are not rounded to the
     # compute dtype again.
@@ -132,8 +132,8 @@ def planned(
 
 
 class Wire(TorchDispatchMode):
-    """Sees every operation of torch.distributed in the threads where it is entered, and how much
-    they send.
+    """Records every operation of torch.distributed, and the sent bytes, in the threads that enter
+    this mode.
     """
 
     def __init__(self) -> None:
@@ -142,7 +142,7 @@ class Wire(TorchDispatchMode):
         self.sent_bytes = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        # Communication of a tensor's operators is recorded only if they run inside this mode.
+        # Let DTensor decompose first: its collectives are recorded only if they run in this mode.
         if any(issubclass(each, DTensor) for each in types):
             return NotImplemented
         if "c10d" in func.namespace:
@@ -154,8 +154,8 @@ class Wire(TorchDispatchMode):
 
 @dataclass
 class Traffic:
-    """What goes out while it is watched: by calls of `collectives`, and whatever a thread really
-    sends.
+    """Recorded communication: the calls of `collectives`, and the operations of the lane and of the
+    calling thread.
     """
 
     calls: Counter[Collective] = field(default_factory=Counter)
@@ -168,14 +168,14 @@ class Traffic:
             call.sent_bytes * count for call, count in expected.items()
         )
         assert self.lane.operations == ({"c10d::send", "c10d::recv_"} if expected else set())
-        # The comparison of the ranks' histories before an optimizer's step.
+        # The all-reduce that compares the ranks' histories before an optimizer step.
         assert self.thread.operations == ({"c10d::allreduce_"} if is_step else set())
 
 
 @contextmanager
 def watched(context: FsdpContext, mesh: DeviceMesh) -> Iterator[Traffic]:
-    """Everything that goes out inside; of collectives that are made of others, only the outer ones
-    count as calls.
+    """Records all communication in the block. Collectives inside of other collectives are not
+    counted as calls.
     """
     traffic, lane = Traffic(), context.gather_lane
     groups = [mesh.get_group(axis) for axis in range(mesh.ndim)]
@@ -263,9 +263,9 @@ def _sends(name: str, dtypes: str, reshards: bool) -> list[Counter[Collective]]:
     refresh, forward = _times(NUM_LAYERS, plan.refresh), _times(NUM_LAYERS, plan.forward)
     for act, expected in (
         (trained.step, plan.of_step(NUM_MICROBATCHES) + refresh),
-        # After a step it is the first forward that refreshes, whether it is one of training or not.
+        # The first forward after a step refreshes weights, in training and in evaluation.
         (trained.evaluate, forward + refresh),
-        # Weights that stay after a forward are there for the next one.
+        # Without resharding, the next forward reuses the gathered weights.
         (trained.evaluate, forward if reshards else Counter()),
         (trained.step, plan.of_step(NUM_MICROBATCHES) - (Counter() if reshards else forward)),
         (trained.step, plan.of_step(NUM_MICROBATCHES) + refresh),
@@ -293,12 +293,12 @@ def assert_alike(per_rank: list[Any]) -> None:
         *itertools.product(["hsdp", "hfsdp"], ["fp32", "bf16 to fp32"]),
     ],
 )
-def test_a_step_sends_only_the_minimal_collectives_of_its_strategy(name, dtypes):
+def test_a_step_issues_only_the_minimal_collectives_of_its_strategy(name, dtypes):
     assert_alike(run_ranks(_num_ranks(name), _sends, name, dtypes, True))
 
 
 @pytest.mark.parametrize("name", ["optim_grads_params", "hsdp"])
-def test_weights_that_stay_after_forward_are_gathered_once(name):
+def test_without_resharding_after_forward_weights_are_gathered_once(name):
     assert_alike(run_ranks(_num_ranks(name), _sends, name, "bf16", False))
 
 
@@ -314,13 +314,13 @@ def _sends_unscoped(name: str) -> list[Counter[Collective]]:
 
 
 @pytest.mark.parametrize("name", ["no_shard", "optim", "optim_grads", "hfsdp"])
-def test_where_every_microbatch_counts_as_a_last_one_every_one_is_reduced_over_all_axes(name):
+def test_without_deferral_every_microbatch_is_reduced_over_all_axes(name):
     assert_alike(run_ranks(_num_ranks(name), _sends_unscoped, name))
 
 
 @on_ranks(2)
-def test_a_layer_that_is_not_used_is_reduced_and_one_that_is_frozen_is_not() -> None:
-    """Another rank may have used it."""
+def test_unused_layers_are_reduced_and_frozen_layers_are_not() -> None:
+    """An unused layer may have been used by another rank."""
     trained = Trained("optim_grads", "fp32")
     plan = trained.plan
     trained.evaluate()
@@ -336,10 +336,8 @@ def test_a_layer_that_is_not_used_is_reduced_and_one_that_is_frozen_is_not() -> 
 
 
 @on_ranks(2)
-def test_all_communication_is_recorded() -> None:
-    """That nothing was seen means something: what these tests look with sees what goes out beside
-    the engine.
-    """
+def test_the_recorder_sees_communication_outside_of_the_engine() -> None:
+    """Proves that the other tests would detect collectives that bypass `collectives`."""
     trained = Trained("optim", "fp32")
     with watched(trained.context, trained.mesh) as traffic:
         dist.all_reduce(torch.ones(4))

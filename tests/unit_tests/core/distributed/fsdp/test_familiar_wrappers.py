@@ -1,4 +1,4 @@
-"""Sharded models in what other projects put around models: averages and adapters."""
+"""Sharded models inside of common wrappers: weight averages and adapters."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def average(model: nn.Module, averaged: AveragedModel, strategy: str | None) -> list[torch.Tensor]:
-    """Trains for some steps, averaging after each. Returns what the average computes meanwhile."""
+    """Trains three steps and updates the average after each. Returns the average's outputs."""
     if strategy is not None:
         shard(model, strategy)
         shard(averaged.module, strategy)
@@ -54,7 +54,7 @@ def average(model: nn.Module, averaged: AveragedModel, strategy: str | None) -> 
 @pytest.mark.parametrize("is_exponential", [False, True])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @on_ranks(2)
-def test_an_average_that_is_made_first_and_sharded_alike_follows_the_model(
+def test_an_averaged_model_sharded_like_the_model_matches_unsharded_averaging(
     strategy: str, is_exponential: bool
 ) -> None:
     options = {"multi_avg_fn": get_ema_multi_avg_fn(0.5)} if is_exponential else {}
@@ -67,7 +67,7 @@ def test_an_average_that_is_made_first_and_sharded_alike_follows_the_model(
 
 
 class Adapted(nn.Module):
-    """A frozen layer with two small matrices beside it, which alone are trained and saved."""
+    """A frozen layer with a low-rank adapter. Only the adapter is trained and saved."""
 
     def __init__(self, layer: nn.Linear, rank: int = 3) -> None:
         super().__init__()
@@ -93,10 +93,10 @@ def adapters(state_dict: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("is_replicated", [False, True])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @on_ranks(2)
-def test_whole_adapters_on_every_rank_load_into_a_sharded_model_and_come_back(
+def test_unsharded_adapters_load_into_a_sharded_model_and_are_returned_unchanged(
     strategy: str, is_replicated: bool
 ) -> None:
-    """Plain tensors, and the replicated DTensors of programs that cut plain ones themselves."""
+    """Loads plain tensors, and replicated DTensors."""
     source = adapted(seed=1)
     saved: dict[str, Any] = copy.deepcopy(adapters(source.state_dict()))
     if is_replicated:
@@ -122,6 +122,6 @@ def test_whole_adapters_on_every_rank_load_into_a_sharded_model_and_come_back(
         each(batch).square().mean().backward()
         optimizer.step()
     torch.testing.assert_close(model(batch), source(batch))
-    # All weights at once, the frozen ones too.
+    # Loads all weights, including the frozen ones.
     model.load_state_dict(copy.deepcopy(adapted(seed=3).state_dict()))
     torch.testing.assert_close(model(batch), adapted(seed=3)(batch))

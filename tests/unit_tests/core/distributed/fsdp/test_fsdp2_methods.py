@@ -122,7 +122,7 @@ def test_every_method_of_fsdp2_is_overridden() -> None:
 
 
 @on_ranks(2)
-def test_rejected_methods_say_what_to_do_and_take_what_is_off_already() -> None:
+def test_rejected_methods_suggest_an_alternative_and_accept_their_default() -> None:
     model = sharded(fully_shard)
     for name, arguments in REJECTED.items():
         with pytest.raises(NotImplementedError, match=name):
@@ -147,7 +147,7 @@ def sum_gradients(model: nn.Module) -> None:
 
 
 @on_ranks(2)
-def test_sums_in_place_of_means_reach_norms_and_clipping() -> None:
+def test_norms_and_clipping_use_sums_instead_of_means_if_requested() -> None:
     norms = []
     for model in pair():
         sum_gradients(model)
@@ -218,7 +218,7 @@ def test_synchronisation_can_be_deferred_by_module_and_by_axis() -> None:
 
 
 @on_ranks(2)
-def test_sums_alone_are_what_the_cpu_has() -> None:
+def test_sums_only_are_supported_on_the_cpu() -> None:
     models = pair()
     for model in models:
         for unit in units(model):
@@ -254,7 +254,7 @@ def test_unshard_gives_the_caller_full_weights_and_reshard_takes_them_back() -> 
 
 
 @on_ranks(2)
-def test_weights_stay_for_many_forwards_if_told_to() -> None:
+def test_without_resharding_weights_are_kept_for_many_forwards() -> None:
     """A rollout: everything is gathered once, used often, and freed before training continues."""
     found = []
     for model in pair():
@@ -282,7 +282,7 @@ def test_weights_stay_for_many_forwards_if_told_to() -> None:
 
 
 @on_ranks(2)
-def test_weights_that_an_optimizer_changes_while_they_are_held_are_gathered_anew() -> None:
+def test_kept_weights_are_gathered_again_after_an_optimizer_step() -> None:
     model = sharded(fully_shard)
     model.set_reshard_after_forward(False)
     sharded_weight = model.head.weight

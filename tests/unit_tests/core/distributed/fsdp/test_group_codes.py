@@ -1,5 +1,5 @@
-"""Weights that are kept and gathered as codes: the bits of weights that layers quantize themselves,
-in half of the bytes.
+"""Groups that store and gather quantized weights: bit-equal to layers that quantize gathered bf16
+weights, with at most half of the bytes.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from tests.unit_tests.core.distributed.fsdp.parity.helpers.shardings import (
 )
 
 FP32, BF16, E4M3 = torch.float32, torch.bfloat16, torch.float8_e4m3fn
-# Rows that neither blocks nor two or four ranks divide evenly: ranks share blocks.
+# No multiples of the block size, so that ranks share blocks.
 DIM, INNER = 136, 200
 RECIPES = ["blockwise", "tensorwise", "mxfp8", "nvfp4"]
 ON_TWO = ["no_shard", "optim", "optim_grads", "optim_grads_params"]
 
 
 class Quantized(nn.Linear):
-    """A linear layer with a recipe, as those of transformer layers have."""
+    """A linear layer that quantizes its operands, like the linear layers of transformer layers."""
 
     def __init__(self, inputs: int, outputs: int, recipe: str, *, bias: bool = True) -> None:
         super().__init__(inputs, outputs, bias)
@@ -51,7 +51,7 @@ class Quantized(nn.Linear):
 
 
 class Layer(nn.Module):
-    """Two weights that a recipe quantizes, their biases, and a norm."""
+    """A layer with two quantized weights, their biases, and a norm."""
 
     def __init__(self, recipe: str) -> None:
         super().__init__()
@@ -87,7 +87,7 @@ def loss_of(model: nn.Module, seed: int) -> torch.Tensor:
 def _trained(
     sharding: str, recipe: str, gathers_codes: bool
 ) -> tuple[list[float], dict[str, torch.Tensor]]:
-    """The losses of three steps, and the whole main weights after them."""
+    """Returns the losses of three steps and the unsharded main weights after them."""
     model = sharded(sharding, recipe, gathers_codes)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     fully_shard_optimizer(optimizer)
@@ -113,14 +113,12 @@ def _same_bits(sharding: str, recipe: str) -> None:
 
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("sharding", ON_TWO)
-def test_two_ranks_get_the_losses_of_layers_that_quantize_themselves(
-    sharding: str, recipe: str
-) -> None:
+def test_two_ranks_match_layers_that_quantize_gathered_weights(sharding: str, recipe: str) -> None:
     run_ranks(2, _same_bits, sharding, recipe)
 
 
 @pytest.mark.parametrize("sharding", ["hsdp", "hfsdp", "full", "optim_grads_params"])
-def test_four_ranks_get_the_losses_of_layers_that_quantize_themselves(sharding: str) -> None:
+def test_four_ranks_match_layers_that_quantize_gathered_weights(sharding: str) -> None:
     run_ranks(4, _same_bits, sharding, "blockwise")
 
 
@@ -129,7 +127,7 @@ def codes_of(model: nn.Module) -> list[FsdpParameterGroup]:
 
 
 @on_ranks(2)
-def test_only_trained_weights_that_all_their_layers_quantize_are_kept_as_codes() -> None:
+def test_frozen_weights_and_weights_shared_with_a_bf16_layer_are_not_quantized() -> None:
     torch.manual_seed(3)
     layer = Layer("blockwise")
     layer.frozen = Quantized(DIM, DIM, "blockwise", bias=False).requires_grad_(False)
@@ -148,7 +146,7 @@ def test_only_trained_weights_that_all_their_layers_quantize_are_kept_as_codes()
 
 
 @on_ranks(2)
-def test_a_weight_that_layers_with_different_histories_share_is_not_kept_as_codes() -> None:
+def test_a_weight_shared_by_layers_with_separate_amax_histories_is_not_quantized() -> None:
     layers = nn.Sequential(*[Quantized(DIM, DIM, "delayed", bias=False) for _ in range(3)])
     for layer in layers:
         layer.amax_history = AmaxHistory(HistoryOptions(1, "most_recent"))
@@ -159,7 +157,7 @@ def test_a_weight_that_layers_with_different_histories_share_is_not_kept_as_code
 
 
 @on_ranks(2)
-def test_a_weight_without_memory_reads_as_nan() -> None:
+def test_the_placeholder_of_a_quantized_weight_reads_as_nan() -> None:
     model = sharded("optim_grads_params", "blockwise", gathers_codes=True)
     loss_of(model, 0).backward()
     model[0].unshard()
@@ -174,7 +172,7 @@ def test_a_weight_without_memory_reads_as_nan() -> None:
 
 
 @on_ranks(2)
-def test_weights_whose_rows_would_share_a_byte_are_gathered_in_their_own_dtype() -> None:
+def test_fp4_weights_with_an_odd_number_of_columns_are_gathered_in_bf16() -> None:
     layers = nn.Sequential(Quantized(DIM, 7, "nvfp4"), Quantized(7, DIM, "nvfp4"))
     fully_shard(layers, mixed_precision_policy=policy(True))
     (group,) = codes_of(layers)
@@ -183,7 +181,7 @@ def test_weights_whose_rows_would_share_a_byte_are_gathered_in_their_own_dtype()
 
 
 class Weights(nn.Sequential):
-    """Nothing but weights that are kept as codes."""
+    """Two linear layers, all of whose parameters are quantized."""
 
     def __init__(self, recipe: str = "blockwise") -> None:
         super().__init__(*[Quantized(256, 256, recipe, bias=False) for _ in range(2)])
@@ -221,12 +219,14 @@ def _sends_few_bytes(recipe: str, per_byte: int) -> None:
 
 
 @pytest.mark.parametrize(("recipe", "per_byte"), [("blockwise", 1), ("nvfp4", 2)])
-def test_a_gather_after_an_update_sends_the_codes_and_4_percent(recipe: str, per_byte: int) -> None:
+def test_a_gather_after_an_update_sends_codes_and_less_than_4_percent_more(
+    recipe: str, per_byte: int
+) -> None:
     run_ranks(2, _sends_few_bytes, recipe, per_byte)
 
 
 @on_ranks(2)
-def test_a_backward_does_not_use_codes_of_weights_updated_since_its_forward() -> None:
+def test_backward_raises_if_weights_were_updated_after_forward() -> None:
     mesh, placements = mesh_and_placements("optim_grads")
     model = Weights()
     fully_shard(model, mesh, placements, policy(True))
@@ -241,7 +241,7 @@ def test_a_backward_does_not_use_codes_of_weights_updated_since_its_forward() ->
 
 
 def _divided(gathers_codes: bool) -> list[float]:
-    """Losses of a model whose ranks keep their halves of the rows in use."""
+    """Returns the losses of a layer whose rows are divided over a kept axis."""
     mesh = init_device_mesh(rank_device().type, (2, 2), mesh_dim_names=("edp", "ep"))
     placements = Placements.for_strategy("optim_grads_params").with_kept_axis("ep", ("edp",))
     torch.manual_seed(3)
@@ -259,11 +259,11 @@ def _divided(gathers_codes: bool) -> list[float]:
 
 
 @on_ranks(4)
-def test_ranks_that_keep_different_rows_in_use_quantize_their_own_blocks() -> None:
+def test_ranks_of_a_kept_axis_quantize_the_blocks_of_their_rows() -> None:
     assert _divided(gathers_codes=True) == _divided(gathers_codes=False)
 
 
-def test_codes_need_main_weights_in_fp32() -> None:
+def test_gathering_codes_requires_fp32_main_weights() -> None:
     for dtype in (None, BF16):
         with pytest.raises(ValueError, match="main_params_dtype"):
             MixedPrecisionPolicy(main_params_dtype=dtype, gathers_codes=True)

@@ -308,7 +308,7 @@ def _uses_and_rests(
 
 
 @pytest.mark.parametrize("case", CASES, ids=repr)
-def test_at_rest_there_are_the_shards_and_nothing_else_to_the_byte(case):
+def test_at_rest_memory_is_the_shards_to_the_byte(case):
     run_ranks(num_ranks(case), _rests, case)
 
 
@@ -366,7 +366,7 @@ def _peaks(case: Case) -> None:
 
 
 @pytest.mark.parametrize("case", CASES, ids=repr)
-def test_in_use_there_are_at_most_two_layers_whole_weights_and_two_layers_gradients_besides(case):
+def test_in_use_memory_adds_at_most_two_layers_of_weights_and_gradients(case):
     run_ranks(num_ranks(case), _peaks, case)
 
 
@@ -443,7 +443,7 @@ def _live_peaks(case: Case) -> None:
 @pytest.mark.parametrize(
     "case", [Case("optim"), Case(ZERO_3), Case(ZERO_3, **ONE_DTYPE), Case("hsdp")], ids=repr
 )
-def test_nothing_else_of_size_is_alive_in_a_step_but_pieces_on_their_way(case):
+def test_a_step_keeps_no_other_large_tensors_than_messages_in_flight(case):
     run_ranks(num_ranks(case), _live_peaks, case)
 
 
@@ -472,7 +472,7 @@ def _live_alone(case: Case) -> None:
 
 @pytest.mark.parametrize("name", ["no_shard", "optim", ZERO_3])
 @pytest.mark.parametrize("dtypes", [ONE_DTYPE, {"sent": FP32}], ids=["fp32", "bf16"])
-def test_alone_nothing_is_alive_in_a_step_but_the_gradients_of_autograd(name, dtypes):
+def test_a_step_of_one_rank_allocates_only_the_gradients_of_autograd(name, dtypes):
     run_ranks(1, _live_alone, Case(name, **dtypes))
 
 
@@ -565,7 +565,7 @@ def _drawn(case: Case) -> None:
 
 
 @pytest.mark.parametrize("case", [Case("optim"), Case(ZERO_3)], ids=repr)
-def test_a_model_on_meta_is_drawn_one_module_at_a_time_beside_the_shards(case):
+def test_a_model_on_meta_is_initialized_one_module_at_a_time(case):
     run_ranks(num_ranks(case), _drawn, case)
 
 

@@ -158,7 +158,7 @@ def test_fused_adam_zeroes_gradients_where_set_grad_none_is_false():
     assert owned.grad is None
 
 
-def test_what_cannot_read_decoupled_gradients_refuses_them():
+def test_optimizers_that_cannot_read_decoupled_gradients_reject_them():
     classes: list[tuple[Any, Any]] = [(torch.optim.SGD, None), (None, torch.optim.SGD)]
     for host, device in classes:
         with pytest.raises(NotImplementedError, match=r"on both sides .* SGD"):

@@ -40,7 +40,7 @@ from tests.unit_tests.core.optimizer.cpu_offloading.helpers.nets import (
 
 
 @pytest.mark.parametrize("fraction", [0.0, 0.5, 1.0])
-def test_options_of_a_group_that_neither_side_would_honour_are_refused_before_anything_is_stepped(
+def test_unsupported_options_of_a_group_are_rejected_before_either_side_steps(
     fraction,
 ):
     model = Net()
@@ -122,21 +122,21 @@ def _errors_surface(
 @pytest.mark.parametrize(
     "read", ["step", "synchronize", "state", "state_dict", "load_state_dict", "forward", "weights"]
 )
-def test_what_fails_in_a_lane_is_raised_by_whatever_depends_on_it_with_its_own_traceback(read):
+def test_an_error_in_a_lane_is_raised_by_dependents_with_its_traceback(read):
     run_ranks(1, _errors_surface, ALL, read)
 
 
-def test_a_pass_that_fails_while_it_is_awaited_fails_what_comes_after_it_too():
+def test_an_update_that_fails_while_it_is_awaited_fails_later_calls_too():
     run_ranks(1, _errors_surface, ALL, "forward", Ticket, "wait")
 
 
 @pytest.mark.parametrize("settings", [IN_ORDER, {}])
-def test_what_fails_in_a_lane_is_raised_by_a_step_that_waits_for_it_and_by_the_next(settings):
+def test_an_error_in_a_lane_is_raised_by_the_waiting_step_and_by_the_next(settings):
     run_ranks(1, _errors_surface, settings, "step")
 
 
 @pytest.mark.parametrize("settings", OVERLAPS)
-def test_what_fails_for_plain_parameters_is_raised_by_the_step_itself(settings):
+def test_an_error_for_plain_parameters_is_raised_by_the_step(settings):
     model = Net()
     optimizer = HybridDeviceOptimizer(model.parameters(), 1.0, **settings)
     backward(model)
@@ -212,7 +212,7 @@ def test_a_plan_larger_than_one_ranks_memory_is_rejected_by_all_of_them():
 
 
 @on_ranks(1)
-def test_what_the_device_side_refuses_leaves_the_host_side_where_it_is() -> None:
+def test_an_error_of_the_device_side_does_not_change_the_host_side() -> None:
     model = Net()
     fsdp(model)
     before = weights(model)

@@ -211,7 +211,7 @@ def _share_groups(is_interleaved: bool, overlaps: dict[str, Any]) -> None:
 
 
 @on_ranks(1)
-def test_an_optimizer_whose_parameters_another_took_over_refuses_to_step() -> None:
+def test_an_optimizer_cannot_step_parameters_that_another_took_over() -> None:
     model = Net()
     fsdp(model)
     parameters = list(model.parameters())

@@ -46,7 +46,7 @@ class IssuedAtOnce:
         self.is_closed = True
 
 
-def test_work_is_issued_in_order_by_another_thread_while_the_caller_goes_on():
+def test_work_is_issued_in_order_by_another_thread_while_the_caller_continues():
     device_lane, gate, seen = IssuedAtOnce(), threading.Event(), []
     lane = IssuingLane(CPU.host_lane("issue"), device_lane)
     first = lane.enqueue(lambda: seen.append(gate.wait(PATIENCE)))

@@ -117,7 +117,7 @@ def _load_and_go_on(folder: str, first: int) -> list[list[str]]:
 
 
 @pytest.mark.parametrize("fraction", [pytest.param(0.0, marks=pytest.mark.wide), 0.4])
-def test_a_run_saved_on_four_ranks_goes_on_on_one_and_three_at_any_fraction(tmp_path, fraction):
+def test_a_run_saved_on_four_ranks_continues_on_one_and_three_at_any_fraction(tmp_path, fraction):
     folder = str(tmp_path / "checkpoint")
     run_ranks(4, _save, folder, fraction, 2)
     for num_ranks in (1, 3):

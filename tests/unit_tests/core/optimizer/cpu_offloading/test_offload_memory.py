@@ -214,11 +214,11 @@ def _nothing_in_fp32(strategy: str, on_host: bool) -> None:
         for each in SHARDING_STRATEGIES
     ],
 )
-def test_nothing_in_fp32_of_the_size_of_a_bucket_is_on_the_device_side(strategy):
+def test_the_device_has_no_fp32_tensor_of_the_size_of_a_bucket(strategy):
     run_ranks(2, _nothing_in_fp32, strategy, False)
 
 
-def test_nothing_in_fp32_is_on_the_device_side_where_main_weights_never_were():
+def test_the_device_has_no_fp32_tensor_if_main_weights_start_on_the_host():
     run_ranks(2, _nothing_in_fp32, "optim_grads_params", True)
 
 
@@ -267,7 +267,7 @@ HALVES = [18, 25, 14]
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 @on_ranks(2)
-def test_host_memory_is_what_the_plan_says_to_the_byte(case: Case) -> None:
+def test_host_memory_matches_the_plan_to_the_byte(case: Case) -> None:
     model = Uneven()
     shard(model, "optim_grads_params", main_grads=case.main_grads)
     for fraction, numels in ((1.0, HALVES), (0.4, HALVES[1:]), (0.2, HALVES[2:]), (0.0, [])):
@@ -327,7 +327,7 @@ PIN_CASES = {
 
 
 @pytest.mark.parametrize("case", PIN_CASES.values(), ids=PIN_CASES)
-def test_only_what_crosses_the_link_is_pinned(monkeypatch, case):
+def test_only_memory_that_is_copied_over_the_link_is_pinned(monkeypatch, case):
     pinned = Pinned(monkeypatch)
     parameters = Uneven().to(case.dtype).parameters()
     settings = {
@@ -344,7 +344,7 @@ def test_only_what_crosses_the_link_is_pinned(monkeypatch, case):
     assert pinned.sizes == {}
 
 
-def test_the_preflight_says_what_will_be_pinned(monkeypatch):
+def test_the_preflight_reports_the_pinned_memory(monkeypatch):
     Pinned(monkeypatch)
     seen: list[HostNeed] = []
     module = "megatron.core.optimizer.cpu_offloading.both_sides"
@@ -365,7 +365,7 @@ def test_the_preflight_says_what_will_be_pinned(monkeypatch):
     }
 
 
-def test_a_refused_pin_leaves_nothing_pinned_or_mapped_while_the_error_is_handled(monkeypatch):
+def test_a_failed_pin_releases_all_memory_before_the_error_is_handled(monkeypatch):
     pinned = Pinned(monkeypatch, most=1)
     mapped: list[weakref.ref[mmap.mmap]] = []
 
@@ -483,7 +483,7 @@ def _allocated(
     ],
 )
 @on_ranks(2)
-def test_from_the_third_step_on_offloading_allocates_nothing_of_the_size_of_a_bucket(
+def test_from_the_third_step_on_offloading_allocates_no_tensor_of_the_size_of_a_bucket(
     strategy: str, main_grads: torch.dtype
 ) -> None:
     without = _allocated(strategy, FusedAdam, main_grads)

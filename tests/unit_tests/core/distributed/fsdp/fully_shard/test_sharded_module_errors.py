@@ -1,4 +1,4 @@
-"""What a sharded module and the optimizers of its parameters refuse."""
+"""Errors of sharded modules and of optimizers over their parameters."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ from tests.unit_tests.core.distributed.fsdp.fully_shard.helpers.stacks import (
     ids=["a model", "from before", "of others"],
 )
 @on_ranks(2)
-def test_what_is_no_optimizer_of_sharded_parameters_is_rejected(
+def test_fully_shard_optimizer_rejects_other_objects_and_parameters(
     error: type[Exception], message: str, make: Callable[..., Any]
 ) -> None:
     model = Stack(dtype=torch.bfloat16)
@@ -62,7 +62,7 @@ def test_what_is_no_optimizer_of_sharded_parameters_is_rejected(
 
 
 @on_ranks(2)
-def test_a_step_that_is_rejected_changes_no_weight_and_no_gradient() -> None:
+def test_a_rejected_step_does_not_change_weights_and_gradients() -> None:
     model = Stack(dtype=torch.bfloat16)
     context = shard(*model.layers, strategy="optim")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -94,7 +94,7 @@ def test_a_step_that_is_rejected_changes_no_weight_and_no_gradient() -> None:
 
 
 class Whatever(nn.Linear):
-    """Does in its forward what it is told to."""
+    """A linear layer with a replaceable forward."""
 
     act: Callable[[Whatever, torch.Tensor], Any] = nn.Linear.forward
 
@@ -107,7 +107,7 @@ def _looks_up(module: Whatever, x: torch.Tensor) -> torch.Tensor:
 
 
 @on_ranks(2)
-def test_a_sharded_module_is_neither_cast_nor_moved_nor_copied() -> None:
+def test_casting_moving_and_copying_a_sharded_module_raises() -> None:
     model = Stack(1)
     shard(*model.layers)
     with pytest.raises(RuntimeError, match=r"from torch.float32 on cpu to torch.bfloat16 on cpu"):
@@ -133,10 +133,10 @@ def test_a_sharded_module_is_neither_cast_nor_moved_nor_copied() -> None:
         (RuntimeError, "cannot run inside itself", Whatever.__call__),
         (NotImplementedError, "for weight, got torch.sparse_coo", _looks_up),
     ],
-    ids=["gives a weight", "gives a view of one", "runs inside itself", "sparse gradient"],
+    ids=["returns a weight", "returns a view of one", "calls itself", "sparse gradient"],
 )
 @on_ranks(2)
-def test_a_forward_that_cannot_be_sharded_is_rejected(
+def test_unsupported_forwards_raise(
     error: type[Exception], message: str, act: Callable[..., Any]
 ) -> None:
     module = Whatever(DIM, DIM)
@@ -161,7 +161,7 @@ def _replace_weight(module: nn.Linear) -> None:
     ("message", "change"), [("Expected bias", _swap_bias), ("Expected weight", _replace_weight)]
 )
 @on_ranks(2)
-def test_a_parameter_that_was_exchanged_after_sharding_is_noticed(
+def test_a_forward_raises_if_a_parameter_was_replaced_after_sharding(
     message: str, change: Callable[[nn.Linear], None]
 ) -> None:
     module = linear()

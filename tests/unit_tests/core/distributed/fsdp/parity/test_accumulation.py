@@ -152,7 +152,7 @@ def test_backwards_outside_of_microbatch_add_up_each_averaged_over_ranks(
 
 
 @on_shardings
-def test_gradients_cleared_between_microbatches_start_anew(model: Accumulating) -> None:
+def test_gradients_cleared_between_microbatches_restart_from_zero(model: Accumulating) -> None:
     for to_none in (True, False):
         model.run(0, 1, is_whole=False)
         model.clear(to_none=to_none)
@@ -165,7 +165,7 @@ def test_gradients_cleared_between_microbatches_start_anew(model: Accumulating) 
 
 
 @on_shardings
-def test_gradients_that_the_user_has_put_in_their_place_are_continued_from(
+def test_accumulation_continues_from_gradients_that_the_user_replaced(
     model: Accumulating,
 ) -> None:
     model.run(0, 1)
@@ -182,7 +182,7 @@ def test_gradients_that_the_user_has_put_in_their_place_are_continued_from(
 
 
 @on_shardings
-def test_partial_gradients_that_the_user_has_put_in_their_place_are_continued_from(
+def test_accumulation_continues_from_partial_gradients_that_the_user_replaced(
     model: Accumulating,
 ) -> None:
     model.run(0, is_whole=False)
@@ -194,7 +194,7 @@ def test_partial_gradients_that_the_user_has_put_in_their_place_are_continued_fr
 
 
 @on_shardings
-def test_the_gradients_of_some_parameters_that_are_cleared_start_anew_alone(
+def test_only_cleared_gradients_restart_from_zero(
     model: Accumulating,
 ) -> None:
     parameters = model.subject.parameters()
@@ -215,7 +215,7 @@ def test_the_gradients_of_some_parameters_that_are_cleared_start_anew_alone(
 
 
 @on_shardings
-def test_gradients_that_the_user_has_changed_in_place_are_continued_from(
+def test_accumulation_continues_from_gradients_changed_in_place(
     model: Accumulating,
 ) -> None:
     model.run(0, 1)
