@@ -47,7 +47,6 @@ class Recipe:
         history: delayed scaling's; None: scales are of the tensors themselves.
     """
 
-    name: str
     inputs: Scaling
     weight: Scaling
     gradient: Scaling
@@ -71,11 +70,7 @@ class Recipe:
         return 1 / kept.format.per_byte + (0 if width is None else scale_nbytes / width)
 
     def weight_quantizer(self, matrix_rows: int | None = None) -> WeightQuantizer:
-        """Quantises weights some rows at a time.
-
-        Args:
-            matrix_rows: see `WeightQuantizer`.
-        """
+        """Quantises weights some rows at a time; for the argument see `WeightQuantizer`."""
         return WeightQuantizer(self.weight, matrix_rows)
 
     def with_one_plane(self) -> Recipe:
@@ -91,7 +86,7 @@ class Recipe:
 def tensorwise(gradients: Format) -> Recipe:
     """Current scaling: each tensor's scale is of its own maximum. (Float8CurrentScaling.)"""
     whole = Scaling(E4M3, (None, None))
-    return Recipe("tensorwise", whole, whole, replace(whole, format=gradients))
+    return Recipe(whole, whole, replace(whole, format=gradients))
 
 
 def delayed(gradients: Format, margin: int, history: HistoryOptions) -> Recipe:
@@ -101,14 +96,14 @@ def delayed(gradients: Format, margin: int, history: HistoryOptions) -> Recipe:
     `AmaxHistory` has the maxima. They are of a step, where TransformerEngine counts microbatches.
     """
     whole = Scaling(E4M3, (None, None), margin=margin)
-    return Recipe("delayed", whole, whole, replace(whole, format=gradients), history=history)
+    return Recipe(whole, whole, replace(whole, format=gradients), history=history)
 
 
 def rowwise(gradients: Format) -> Recipe:
     """A scale for each row of every operand. TransformerEngine has no such recipe; it is PyTorch's
     row-wise scaling, which torchao trains with.
     """
-    return _by_lines("rowwise", Scaling(E4M3, (1, None)), gradients)
+    return _by_lines(Scaling(E4M3, (1, None)), gradients)
 
 
 def blockwise(gradients: Format) -> Recipe:
@@ -116,22 +111,20 @@ def blockwise(gradients: Format) -> Recipe:
     scale, a power of two. (Float8BlockScaling; DeepSeek-AI 2024, arXiv:2412.19437.)
     """
     lines = Scaling(E4M3, (1, 128), ScaleKind.POWER_OF_TWO)
-    return _by_lines("blockwise", lines, gradients, replace(lines, tile=(128, 128)))
+    return _by_lines(lines, gradients, replace(lines, tile=(128, 128)))
 
 
 def mxfp8(gradients: Format) -> Recipe:
     """32 consecutive elements have a scale in e8m0: their maximum * (1 / largest), rounded up to a
     power of two. (MXFP8BlockScaling; Open Compute Project, Microscaling Formats 1.0.)
     """
-    return _by_lines("mxfp8", Scaling(E4M3, (1, 32), ScaleKind.E8M0), gradients)
+    return _by_lines(Scaling(E4M3, (1, 32), ScaleKind.E8M0), gradients)
 
 
-def _by_lines(
-    name: str, lines: Scaling, gradients: Format, weight: Scaling | None = None
-) -> Recipe:
+def _by_lines(lines: Scaling, gradients: Format, weight: Scaling | None = None) -> Recipe:
     """Scales of consecutive elements of a row; `weight`: its scaling, if that is another."""
     of_gradients = replace(lines, format=gradients)
-    return Recipe(name, lines, weight or lines, of_gradients, lines, of_gradients)
+    return Recipe(lines, weight or lines, of_gradients, lines, of_gradients)
 
 
 def nvfp4() -> Recipe:
@@ -150,7 +143,6 @@ def nvfp4() -> Recipe:
     lines = Scaling(E2M1, (1, 16), ScaleKind.TWO_LEVELS)
     of_gradients = replace(lines, is_stochastic=True)
     return Recipe(
-        "nvfp4",
         lines,
         replace(lines, tile=(16, 16)),
         of_gradients,

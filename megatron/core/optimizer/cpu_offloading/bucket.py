@@ -541,8 +541,7 @@ class FsdpBucket(Bucket):
         # The device uses weights as soon as they are there; the host reads main weights later.
         updated = Awaited(self.pending.done, timings.awaited(sent).wait)
         self._group.delivery.announce(updated, timings.before_use(sent), self._indices[0])
-        if self._group.codes is not None:
-            self._group.codes.follow_histories()
+        self._group.follow_histories()
 
     def _is_claimed_by(self, owner: object) -> bool:
         return self._group.delivery.is_claimed_by(owner, self._indices)

@@ -54,7 +54,7 @@ def by_torch(weight: Tensor, quantizer: WeightQuantizer) -> Codes:
     maxima = torch.zeros(quantizer.maxima_shape(weight.shape))
     codes = torch.zeros(weight.shape, dtype=E4M3)
     quantizer.add_maxima(rounded, 0, maxima)
-    quantizer.quantize_rows(rounded, 0, maxima, codes)
+    quantizer.quantize_rows(rounded, 0, quantizer.scales_of(maxima)[0], codes)
     return Codes.of(codes, maxima)
 
 
