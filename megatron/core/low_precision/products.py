@@ -15,9 +15,9 @@ not asked by names: `_has_operator` multiplies two small matrices once and compa
                                                     those of 128 x 128 row by row, their rows padded
                                                     to a multiple of 4; not 128 x 128 times itself.
     1 x 32 in e8m0       Blackwell                  Scales in blocks of 128 x 4, see `swizzled`;
-                                                    inner size a multiple of 32. Weights that are
-                                                    gathered have scales of 32 x 32, which become
-                                                    those of their rows.
+                                                    inner size a multiple of 32. Gathered weights
+                                                    have scales of 32 x 32, each of which is
+                                                    repeated for 32 rows.
 
 (pytorch/pytorch, ScaledBlas.cpp; cuBLAS, "1D Block Scaling Factors
 Layout" and "Narrow Precision Data Types Usage".) NVFP4 has an operator on Blackwell that takes its

@@ -17,9 +17,7 @@ function says otherwise.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from types import MappingProxyType
 
 from megatron.core.low_precision.formats import E2M1, E4M3, E5M2, Format
 from megatron.core.low_precision.scaling import ScaleKind, Scaling, WeightQuantizer
@@ -151,11 +149,6 @@ def nvfp4() -> Recipe:
     )
 
 
-_WITHOUT_OPTIONS: Mapping[str, Callable[[Format], Recipe]] = MappingProxyType(
-    {"tensorwise": tensorwise, "rowwise": rowwise, "blockwise": blockwise, "mxfp8": mxfp8}
-)
-
-
 def recipe_named(
     name: str,
     fp8_format: str = "hybrid",
@@ -177,4 +170,5 @@ def recipe_named(
         return nvfp4()
     if name == "delayed":
         return delayed(gradients, margin, history)
-    return _WITHOUT_OPTIONS[name](gradients)
+    others = {"tensorwise": tensorwise, "rowwise": rowwise, "blockwise": blockwise, "mxfp8": mxfp8}
+    return others[name](gradients)

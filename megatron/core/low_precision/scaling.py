@@ -190,12 +190,9 @@ class WeightQuantizer:
     def maxima_shape(self, shape: Sequence[int]) -> tuple[int, int]:
         """The shape of the maxima, and of the scales, of a whole weight."""
         rows, columns = shape
-        own = self.matrix_rows or rows
-        num_matrices = rows // own if own else 0
-        tiles = [
-            _num_tiles(n, size) for n, size in zip((own, columns), self.scaling.tile, strict=True)
-        ]
-        return num_matrices * tiles[0], tiles[1]
+        own = self.matrix_rows or max(1, rows)
+        height, width = self.scaling.tile
+        return rows // own * _num_tiles(own, height), _num_tiles(columns, width)
 
     def add_maxima(self, rows: Tensor, first_row: int, maxima: Tensor) -> None:
         """Raises maxima to those of some rows. NaN counts as infinity, so that ranks may combine
