@@ -38,11 +38,14 @@ _CHUNK_NUMEL, _DEVICE_CHUNK_NUMEL = 1 << 18, 1 << 22
 
 
 class OwnRows(NamedTuple):
-    """Which rows of a weight as modules use it, of this shape, a rank has."""
+    """Which rows of a weight as modules use it, of this shape, a rank has. `is_delayed`: whether a
+    history has the maxima that scales are computed from.
+    """
 
     quantizer: WeightQuantizer
     first_row: int
     shape: tuple[int, int]
+    is_delayed: bool
 
 
 class GroupCodes:
@@ -103,16 +106,16 @@ class GroupCodes:
             codes: for as many rows.
         """
         maxima = torch.zeros(self._plan.maxima_numel, device=codes.device)
-        by_weight = list(zip(self._plan.quantizers, self.by_weight(maxima), strict=True))
+        quantizers = self._plan.quantizers
         # Rows are rounded twice rather than kept in between, which would take a shard's memory.
-        for index, (quantizer, own) in enumerate(by_weight):
+        for index, own in enumerate(self.by_weight(maxima)):
             for rows, first_row, _ in self._parts(index, main, codes):
-                quantizer.add_maxima(rows, first_row, own)
+                quantizers[index].add_maxima(rows, first_row, own)
         self.combine(maxima, label)
-        for index, (quantizer, own) in enumerate(by_weight):
-            multipliers, _ = quantizer.scales_of(self._limits(index, own))
+        for index, own in enumerate(self.by_weight(self.limits(maxima))):
+            multipliers, _ = quantizers[index].scales_of(own)
             for rows, first_row, out in self._parts(index, main, codes):
-                quantizer.quantize_rows(rows, first_row, multipliers, out)
+                quantizers[index].quantize_rows(rows, first_row, multipliers, out)
         return maxima
 
     def combine(self, maxima: torch.Tensor, label: Label) -> None:
@@ -123,7 +126,8 @@ class GroupCodes:
     def own_rows(self, index: int, main: DBuffer) -> OwnRows:
         """The rows of a weight that a buffer of this rank has."""
         first_row = main.chunk(index).first_row - self._begins[index]
-        return OwnRows(self._plan.quantizers[index], first_row, self._plan.shape_in_use(index))
+        is_delayed, shape = self._histories[index] is not None, self._plan.shape_in_use(index)
+        return OwnRows(self._plan.quantizers[index], first_row, shape, is_delayed)
 
     def by_weight(self, maxima: torch.Tensor) -> list[torch.Tensor]:
         """Views of flat maxima in the shapes of the weights' maxima."""
@@ -131,6 +135,13 @@ class GroupCodes:
         sizes = [math.prod(shape) for shape in shapes]
         parts = maxima[: sum(sizes)].split(sizes)
         return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
+
+    def limits(self, maxima: torch.Tensor) -> torch.Tensor:
+        """The maxima that scales are computed from, given the maxima of the weights; both flat."""
+        limits = maxima.clone()
+        for index, own in enumerate(self.by_weight(limits)):
+            own.copy_(self._limits(index, own))
+        return limits
 
     def set_scales(self, maxima: torch.Tensor) -> None:
         """Computes all scales from the maxima that `quantize` has returned."""
