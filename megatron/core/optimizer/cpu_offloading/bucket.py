@@ -372,8 +372,8 @@ class FsdpBucket(Bucket):
             accepted_grad_dtypes=(group.plan.grad_dtype,),
         )
         self.is_quantized = group.codes is not None
-        # Of tiles: over all ranks in the last update, or as histories have chosen for the coming one;
-        # and where an update puts those it finds.
+        # Of tiles: over all ranks in the last update, or, for the coming one, as histories have
+        # chosen; and where an update puts those it finds.
         self._maxima = torch.zeros(group.plan.maxima_numel if self.is_quantized else 0)
         self._own_maxima = torch.zeros_like(self._maxima)
         if self.is_quantized and len(whole) < len(group.fsdp_parameters):
@@ -469,9 +469,10 @@ class FsdpBucket(Bucket):
         if codes is None or self._group.dtype != torch.bfloat16 or not slot.numel:
             return None
         rows = codes.own_rows(index, self._group.main_weight)
+        if not PieceCodes.is_supported(rows.quantizer.scaling, rows.is_delayed):
+            return None
         own, last = (codes.by_weight(flat)[index] for flat in (self._own_maxima, self._maxima))
-        found = PieceCodes(slot.of(self.weight), own, last, *rows)
-        return found if found.is_supported else None
+        return PieceCodes(slot.of(self.weight), own, last, *rows)
 
     def choose_scales(self) -> None:
         if self._group.codes is not None:
