@@ -469,9 +469,10 @@ class FsdpBucket(Bucket):
         if codes is None or self._group.dtype != torch.bfloat16 or not slot.numel:
             return None
         rows = codes.own_rows(index, self._group.main_weight)
+        if not PieceCodes.is_supported(rows.quantizer.scaling, rows.is_delayed):
+            return None
         own, last = (codes.by_weight(flat)[index] for flat in (self._own_maxima, self._maxima))
-        found = PieceCodes(slot.of(self.weight), own, last, *rows)
-        return found if found.is_supported else None
+        return PieceCodes(slot.of(self.weight), own, last, *rows)
 
     def choose_scales(self) -> None:
         if self._group.codes is not None:

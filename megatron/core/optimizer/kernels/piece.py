@@ -46,13 +46,12 @@ class PieceCodes(NamedTuple):
     shape: tuple[int, int]
     is_delayed: bool = False
 
-    @property
-    def is_supported(self) -> bool:
+    @staticmethod
+    def is_supported(scaling: Scaling, is_delayed: bool) -> bool:
         """Whether a pass can make codes of this scaling: few rows share a scale, and all columns
-        or a power of two; with `is_delayed`, a matrix has one scale, any fp32.
+        or a power of two; with `is_delayed`, a matrix has one scale.
         """
-        scaling = self.quantizer.scaling
-        if self.is_delayed:
+        if is_delayed:
             return scaling == Scaling(E4M3, (None, None), margin=scaling.margin)
         plain = Scaling(E4M3, scaling.tile, scaling.kind)
         rows, columns = scaling.tile
@@ -76,7 +75,7 @@ class PieceCodes(NamedTuple):
             got = (maxima.dtype, maxima.shape)
             if got != expected or not maxima.is_contiguous():
                 raise ValueError(f"Expected contiguous maxima of {expected}, got {got}.")
-        if not self.is_supported:
+        if not self.is_supported(self.quantizer.scaling, self.is_delayed):
             raise ValueError(f"Expected a scale for a few rows each, got {self.quantizer}.")
 
 
