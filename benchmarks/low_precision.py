@@ -58,7 +58,7 @@ FLAGS = {
 }
 LARGEST_RATIO = 1.005  # validation loss, fp8 / bf16
 LEAST_SPEED = 0.95  # of the pass that writes codes, of that of the pass that writes bf16
-GATHERED = ("blockwise", "mxfp8", "rowwise")  # whose codes the pass can make
+GATHERED = ("blockwise", "delayed", "mxfp8", "rowwise")  # whose codes the pass can make
 STEP = AdamStep(10, lr=1e-4, weight_decay=0.01)
 SEED = 5
 
@@ -108,10 +108,12 @@ def passes(arguments: argparse.Namespace) -> dict[str, Callable[[], object]]:
     over = plain._replace(grad=host_array(numel, torch.bfloat16, device).copy_(grad))
     pieces = {f"pass, {BF16}": over._replace(out=over.grad)}
     for name in GATHERED:
-        quantizer = recipe_named(name).with_one_plane().weight_quantizer()
+        recipe = recipe_named(name).with_one_plane()
+        quantizer, is_delayed = recipe.weight_quantizer(), recipe.history is not None
         maxima = torch.zeros(quantizer.maxima_shape(shape))
+        last_maxima = torch.zeros_like(maxima)
         pieces[f"pass, {name}"] = plain._replace(
-            codes=PieceCodes(codes, maxima, torch.zeros_like(maxima), quantizer, 0, shape)
+            codes=PieceCodes(codes, maxima, last_maxima, quantizer, 0, shape, is_delayed)
         )
     works: dict[str, Callable[[], object]] = {}
     for threads in arguments.threads:

@@ -155,7 +155,7 @@ def train_step(
     """
     model.train()
     told = Told(model, device)
-    with _clearing_gradients_on_error(optimizer):
+    with _clearing_on_error(optimizer, histories):
         num_samples = _forward_and_backward(
             model,
             optimizer,
@@ -197,12 +197,18 @@ def end_step(model: nn.Module, optimizer: DistributedOptimizer, result: StepResu
 
 
 @contextmanager
-def _clearing_gradients_on_error(optimizer: DistributedOptimizer) -> Iterator[None]:
-    """Clears gradients, which would otherwise be added to the ones of the caller's next step."""
+def _clearing_on_error(
+    optimizer: DistributedOptimizer, histories: Sequence[AmaxHistory]
+) -> Iterator[None]:
+    """Clears gradients and maxima, which would otherwise be added to the ones of the caller's next
+    step.
+    """
     try:
         yield
     except (TypeError, ValueError):
         optimizer.zero_grad()
+        for history in histories:
+            history.current.zero_()
         raise
 
 

@@ -30,13 +30,11 @@ class AmaxHistory(nn.Module):
     """The maxima of one layer's operands. Buffers are the same on every rank between steps.
 
     Attributes:
-        maxima: fp32 [operands, steps], the latest step last.
-        chosen: fp32 [operands], what scales are computed from; 0 before the first step.
+        maxima: fp32 [operands, steps], the latest step last; 0 of steps that have not been.
         current: fp32 [operands], of this rank in this step so far; not saved.
     """
 
     maxima: Tensor
-    chosen: Tensor
     current: Tensor
 
     def __init__(self, options: HistoryOptions) -> None:
@@ -44,8 +42,13 @@ class AmaxHistory(nn.Module):
         self.options = options
         # On the CPU, even where parameters are made on meta: no other code would fill them.
         self.register_buffer("maxima", torch.zeros(len(Slot), options.length, device="cpu"))
-        self.register_buffer("chosen", torch.zeros(len(Slot), device="cpu"))
         self.register_buffer("current", torch.zeros(len(Slot), device="cpu"), persistent=False)
+
+    @property
+    def chosen(self) -> Tensor:
+        """What scales are computed from: fp32 [operands]; 0 before the first step."""
+        is_latest = self.options.algorithm == "most_recent"
+        return self.maxima[:, -1] if is_latest else self.maxima.amax(1)
 
     def maximum(self, slot: Slot, own: Tensor) -> Tensor:
         """The maximum that an operand's scale is computed from, [1, 1] fp32: the chosen one; before
@@ -67,21 +70,10 @@ class AmaxHistory(nn.Module):
         chosen = self.chosen[slot].to(own.device)
         return chosen.where(chosen > 0, own)
 
-    def advance(self, current: Tensor) -> None:
-        """Ends a step whose maxima over all ranks these are, [operands]. A maximum that is 0 or not
-        finite changes nothing.
-        """
-        is_known = current.isfinite() & (current > 0)
-        rolled = torch.cat((self.maxima[:, 1:], current[:, None]), dim=1)
-        self.maxima.copy_(rolled.where(is_known[:, None], self.maxima))
-        chosen = current if self.options.algorithm == "most_recent" else self.maxima.amax(1)
-        self.chosen.copy_(chosen.where(is_known, self.chosen))
-        self.current.zero_()
-
 
 def is_history(key: str) -> bool:
     """Whether a key of a checkpoint is of a history. Runs with another recipe have none."""
-    return key.endswith((".amax_history.maxima", ".amax_history.chosen"))
+    return key.endswith(".amax_history.maxima")
 
 
 @torch.no_grad()
@@ -92,5 +84,16 @@ def update_histories(histories: Sequence[AmaxHistory], group: dist.ProcessGroup)
     current = torch.stack([history.current for history in histories])
     with issuing("all-reduce of delayed scaling's maxima", current):
         dist.all_reduce(current, dist.ReduceOp.MAX, group=group)
-    for history, own in zip(histories, current, strict=True):
-        history.advance(own)
+    advance(histories, current)
+
+
+def advance(histories: Sequence[AmaxHistory], current: Tensor) -> None:
+    """Ends a step of histories of one length whose maxima over all ranks these are, [histories,
+    operands]. A maximum that is 0 or not finite changes nothing.
+    """
+    maxima = torch.stack([history.maxima for history in histories])
+    rolled = torch.cat((maxima[..., 1:], current[..., None]), dim=-1)
+    is_known = current.isfinite() & (current > 0)
+    for history, own in zip(histories, rolled.where(is_known[..., None], maxima), strict=True):
+        history.maxima.copy_(own)
+        history.current.zero_()

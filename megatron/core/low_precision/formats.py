@@ -17,6 +17,7 @@ fp32, `float_to_e8m0` of common/util/ptx.cuh for e8m0.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 import torch.nn.functional as F
@@ -32,17 +33,15 @@ class Format:
         per_byte: codes in an element of `dtype`.
     """
 
-    name: str
     dtype: torch.dtype
     largest: float
     per_byte: int = 1
 
 
-E4M3 = Format("e4m3", torch.float8_e4m3fn, 448.0)
-E5M2 = Format("e5m2", torch.float8_e5m2, 57344.0)
-E2M1 = Format("e2m1", torch.uint8, 6.0, per_byte=2)
+E4M3 = Format(torch.float8_e4m3fn, 448.0)
+E5M2 = Format(torch.float8_e5m2, 57344.0)
+E2M1 = Format(torch.uint8, 6.0, per_byte=2)
 
-_E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _LARGEST_FP32 = torch.finfo(torch.float32).max
 
 
@@ -107,6 +106,12 @@ def decode(codes: Tensor, source: Format, columns: int) -> Tensor:
     """The values of codes: fp32 [..., columns]."""
     if source.per_byte == 1:
         return codes.float()
-    table = torch.tensor([*_E2M1_VALUES, *(-value for value in _E2M1_VALUES)], device=codes.device)
     pairs = torch.stack((codes & 0xF, codes >> 4), dim=-1).flatten(-2)
-    return table[pairs[..., :columns].int()]
+    return _e2m1_values(codes.device)[pairs[..., :columns].int()]
+
+
+@cache
+def _e2m1_values(device: torch.device) -> Tensor:
+    """The value of each code, fp32: [16]. Kept, because a copy to a GPU waits for it."""
+    sizes = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+    return torch.tensor([*sizes, *(-size for size in sizes)], device=device)

@@ -7,7 +7,7 @@ inputs. The weight is quantised again in backward: its codes would outlive the g
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -40,7 +40,7 @@ def linear(
     layer = _Layer(recipe, weight, history, [len(rows)])
     apply: Any = _Linear.apply  # torch declares it without types
     output: Tensor = apply(rows, weight, bias, layer)
-    return output.view(*inputs.shape[:-1], -1)
+    return output.view(*inputs.shape[:-1], output.shape[1])
 
 
 def expert_linear(
@@ -84,6 +84,7 @@ class _Layer:
     Attributes:
         sizes: tokens of each expert; of a layer without experts, all of them.
         rows_are_inputs: whether the weight's matrices are [in, out].
+        records: whether autograd records the call. Inside `forward` grad mode is always off.
     """
 
     recipe: Recipe
@@ -91,6 +92,7 @@ class _Layer:
     history: AmaxHistory | None
     sizes: Sequence[int]
     rows_are_inputs: bool = False
+    records: bool = field(default_factory=torch.is_grad_enabled)
 
     @property
     def out_features(self) -> int:
@@ -131,10 +133,16 @@ class _Layer:
         num_experts, (rows, columns) = len(self.sizes), self.weight.shape
         codes = quantized.codes.unflatten(0, (num_experts, -1))[expert]
         scales = quantized.scales.unflatten(0, (num_experts, -1))[expert]
-        if self.history is not None and quantized.maxima is not None:
+        if self.history is not None:
+            assert quantized.maxima is not None, "kept for histories"
             # Recorded here, as without codes: in evaluation, or without tokens, it is not.
             self.history.maximum(Slot.WEIGHT, quantized.maxima[expert])
         return Operand(codes, scales, self.recipe.weight, (rows // num_experts, columns))
+
+
+def _transposed(operand: Operand, scaling: Scaling | None, matrix: Tensor) -> Operand:
+    """The operand of a matrix, transposed: with the same codes, or quantised again by `scaling`."""
+    return operand.t() if scaling is None else scaling.quantize(matrix.t())
 
 
 class _Linear(torch.autograd.Function):
@@ -149,6 +157,7 @@ class _Linear(torch.autograd.Function):
         layer: _Layer,
     ) -> Tensor:
         recipe, kept = layer.recipe, list[Operand]()
+        keeps_inputs = layer.records and ctx.needs_input_grad[1]
         output = tokens.new_empty(len(tokens), layer.out_features)
         with without_autocast(tokens.device):
             for expert, span in layer.spans():
@@ -158,10 +167,8 @@ class _Linear(torch.autograd.Function):
                 output[span] = product(inputs, matrix, output.dtype)
                 if bias is not None:
                     output[span] += bias.unflatten(0, (len(layer.sizes), -1))[expert]
-                if ctx.needs_input_grad[1]:
-                    kept.append(
-                        inputs.t() if recipe.inputs_t is None else recipe.inputs_t.quantize(own.t())
-                    )
+                if keeps_inputs:
+                    kept.append(_transposed(inputs, recipe.inputs_t, own))
 
         # The weight as well: autograd detects a write to it before backward.
         parts = [part for one in kept for part in (one.codes, one.scales)]
@@ -203,12 +210,8 @@ class _Linear(torch.autograd.Function):
                     matrix = layer.weight_operand(expert, transposed=True)
                     grad_tokens[span] = product(gradient, matrix, grad_tokens.dtype)
                 if grad_weight is not None:
-                    transposed = (
-                        gradient.t()
-                        if recipe.gradient_t is None
-                        else recipe.gradient_t.quantize(own.t())
-                    )
-                    found = product(transposed, kept[number], grad_weight.dtype)
+                    gradient_t = _transposed(gradient, recipe.gradient_t, own)
+                    found = product(gradient_t, kept[number], grad_weight.dtype)
                     grad_weight[expert] = found.t() if layer.rows_are_inputs else found
 
         return (

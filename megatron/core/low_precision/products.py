@@ -15,7 +15,9 @@ not asked by names: `_has_operator` multiplies two small matrices once and compa
                                                     those of 128 x 128 row by row, their rows padded
                                                     to a multiple of 4; not 128 x 128 times itself.
     1 x 32 in e8m0       Blackwell                  Scales in blocks of 128 x 4, see `swizzled`;
-                                                    inner size a multiple of 32.
+                                                    inner size a multiple of 32. Gathered weights
+                                                    have scales of 32 x 32, each of which is
+                                                    repeated for 32 rows.
 
 (pytorch/pytorch, ScaledBlas.cpp; cuBLAS, "1D Block Scaling Factors
 Layout" and "Narrow Precision Data Types Usage".) NVFP4 has an operator on Blackwell that takes its
@@ -41,6 +43,7 @@ _TYPES = {
     (1, 128): ScalingType.BlockWise1x128,
     (128, 128): ScalingType.BlockWise128x128,
     (1, 32): ScalingType.BlockWise1x32,
+    (32, 32): ScalingType.BlockWise1x32,  # each scale is one of 32 rows
 }
 _ALIGNMENT = 16  # elements, on a GPU
 
@@ -121,7 +124,8 @@ def _scales(operand: Operand, *, is_right: bool) -> Tensor:
         padded = F.pad(scales, (0, -scales.shape[1] % 4))[:, : scales.shape[1]]
         return padded.t() if is_right else padded
     if operand.scaling.kind is ScaleKind.E8M0:
-        return swizzled(scales.view(torch.uint8)).view(scales.dtype)
+        rows = scales.view(torch.uint8).repeat_interleave(tile[0] or 1, 0)[: operand.shape[0]]
+        return swizzled(rows).view(scales.dtype)
     return scales
 
 

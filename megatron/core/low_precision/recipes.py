@@ -17,9 +17,7 @@ function says otherwise.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from types import MappingProxyType
 
 from megatron.core.low_precision.formats import E2M1, E4M3, E5M2, Format
 from megatron.core.low_precision.scaling import ScaleKind, Scaling, WeightQuantizer
@@ -47,7 +45,6 @@ class Recipe:
         history: delayed scaling's; None: scales are of the tensors themselves.
     """
 
-    name: str
     inputs: Scaling
     weight: Scaling
     gradient: Scaling
@@ -71,11 +68,7 @@ class Recipe:
         return 1 / kept.format.per_byte + (0 if width is None else scale_nbytes / width)
 
     def weight_quantizer(self, matrix_rows: int | None = None) -> WeightQuantizer:
-        """Quantises weights some rows at a time.
-
-        Args:
-            matrix_rows: see `WeightQuantizer`.
-        """
+        """Quantises weights some rows at a time; for the argument see `WeightQuantizer`."""
         return WeightQuantizer(self.weight, matrix_rows)
 
     def with_one_plane(self) -> Recipe:
@@ -91,7 +84,7 @@ class Recipe:
 def tensorwise(gradients: Format) -> Recipe:
     """Current scaling: each tensor's scale is of its own maximum. (Float8CurrentScaling.)"""
     whole = Scaling(E4M3, (None, None))
-    return Recipe("tensorwise", whole, whole, replace(whole, format=gradients))
+    return Recipe(whole, whole, replace(whole, format=gradients))
 
 
 def delayed(gradients: Format, margin: int, history: HistoryOptions) -> Recipe:
@@ -101,14 +94,14 @@ def delayed(gradients: Format, margin: int, history: HistoryOptions) -> Recipe:
     `AmaxHistory` has the maxima. They are of a step, where TransformerEngine counts microbatches.
     """
     whole = Scaling(E4M3, (None, None), margin=margin)
-    return Recipe("delayed", whole, whole, replace(whole, format=gradients), history=history)
+    return Recipe(whole, whole, replace(whole, format=gradients), history=history)
 
 
 def rowwise(gradients: Format) -> Recipe:
     """A scale for each row of every operand. TransformerEngine has no such recipe; it is PyTorch's
     row-wise scaling, which torchao trains with.
     """
-    return _by_lines("rowwise", Scaling(E4M3, (1, None)), gradients)
+    return _by_lines(Scaling(E4M3, (1, None)), gradients)
 
 
 def blockwise(gradients: Format) -> Recipe:
@@ -116,22 +109,20 @@ def blockwise(gradients: Format) -> Recipe:
     scale, a power of two. (Float8BlockScaling; DeepSeek-AI 2024, arXiv:2412.19437.)
     """
     lines = Scaling(E4M3, (1, 128), ScaleKind.POWER_OF_TWO)
-    return _by_lines("blockwise", lines, gradients, replace(lines, tile=(128, 128)))
+    return _by_lines(lines, gradients, replace(lines, tile=(128, 128)))
 
 
 def mxfp8(gradients: Format) -> Recipe:
     """32 consecutive elements have a scale in e8m0: their maximum * (1 / largest), rounded up to a
     power of two. (MXFP8BlockScaling; Open Compute Project, Microscaling Formats 1.0.)
     """
-    return _by_lines("mxfp8", Scaling(E4M3, (1, 32), ScaleKind.E8M0), gradients)
+    return _by_lines(Scaling(E4M3, (1, 32), ScaleKind.E8M0), gradients)
 
 
-def _by_lines(
-    name: str, lines: Scaling, gradients: Format, weight: Scaling | None = None
-) -> Recipe:
+def _by_lines(lines: Scaling, gradients: Format, weight: Scaling | None = None) -> Recipe:
     """Scales of consecutive elements of a row; `weight`: its scaling, if that is another."""
     of_gradients = replace(lines, format=gradients)
-    return Recipe(name, lines, weight or lines, of_gradients, lines, of_gradients)
+    return Recipe(lines, weight or lines, of_gradients, lines, of_gradients)
 
 
 def nvfp4() -> Recipe:
@@ -150,18 +141,12 @@ def nvfp4() -> Recipe:
     lines = Scaling(E2M1, (1, 16), ScaleKind.TWO_LEVELS)
     of_gradients = replace(lines, is_stochastic=True)
     return Recipe(
-        "nvfp4",
         lines,
         replace(lines, tile=(16, 16)),
         of_gradients,
         inputs_t=replace(lines, has_hadamard=True),
         gradient_t=replace(of_gradients, has_hadamard=True),
     )
-
-
-_WITHOUT_OPTIONS: Mapping[str, Callable[[Format], Recipe]] = MappingProxyType(
-    {"tensorwise": tensorwise, "rowwise": rowwise, "blockwise": blockwise, "mxfp8": mxfp8}
-)
 
 
 def recipe_named(
@@ -185,4 +170,5 @@ def recipe_named(
         return nvfp4()
     if name == "delayed":
         return delayed(gradients, margin, history)
-    return _WITHOUT_OPTIONS[name](gradients)
+    others = {"tensorwise": tensorwise, "rowwise": rowwise, "blockwise": blockwise, "mxfp8": mxfp8}
+    return others[name](gradients)

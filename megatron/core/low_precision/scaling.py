@@ -11,8 +11,8 @@ time, so that each rank can quantise the rows that it holds:
     maxima = zeros(quantizer.maxima_shape(weight.shape))
     quantizer.add_maxima(rows, first_row, maxima)               each rank its rows
     all-reduce of maxima, MAX                                   a few bytes a tile
-    quantizer.quantize_rows(rows, first_row, maxima, codes)     each rank its rows
-    quantizer.scales(maxima)                                    the same on every rank
+    multipliers, scales = quantizer.scales_of(maxima)           the same on every rank
+    quantizer.quantize_rows(rows, first_row, multipliers, codes)
 """
 
 from __future__ import annotations
@@ -115,18 +115,15 @@ class Scaling:
         codes = self.cast(matrix, _of_rows(multipliers, self.tile[0], len(matrix)))
         return Operand(codes, scales, self, tuple(matrix.shape))
 
-    def cast(self, rows: Tensor, multipliers: Tensor, first_row: int = 0) -> Tensor:
+    def cast(self, rows: Tensor, multipliers: Tensor) -> Tensor:
         """The codes of rows [rows, columns] that are multiplied by [rows or 1, tiles of columns].
-
-        Args:
-            first_row: number of the first row in its matrix.
+        With stochastic rounding they are all rows of their matrix.
         """
         num_rows, columns = rows.shape
         tiles = _column_tiles(rows, self.tile[1])
         values = tiles.float() * multipliers[..., None]
         values = values.view(num_rows, -1)[:, :columns]
-        noise = _noise(rows, first_row) if self.is_stochastic else None
-        return encode(values, self.format, noise)
+        return encode(values, self.format, _noise(rows) if self.is_stochastic else None)
 
     def scales_of(self, maxima: Tensor) -> tuple[Tensor, Tensor]:
         """The multipliers of each tile: of values before the cast, fp32, and of decoded codes, fp32
@@ -135,7 +132,7 @@ class Scaling:
         if self.kind is ScaleKind.TWO_LEVELS:
             return _two_levels(maxima)
         if self.kind is ScaleKind.E8M0:
-            scales = e8m0_of(maxima * torch.tensor(1.0 / self.largest, device=maxima.device))
+            scales = e8m0_of(maxima * (1.0 / self.largest))
             return scales.float().reciprocal(), scales
         is_power = self.kind is ScaleKind.POWER_OF_TWO
         multipliers = scale_of(maxima, self.largest, power_of_two=is_power)
@@ -182,6 +179,7 @@ class WeightQuantizer:
     """Quantises a weight [rows, columns] some rows at a time.
 
     Attributes:
+        scaling: of the weight; not stochastic, and without a Hadamard matrix.
         matrix_rows: rows of one expert's matrix, where a weight has the matrices of several; None:
             the weight is one matrix.
     """
@@ -192,12 +190,9 @@ class WeightQuantizer:
     def maxima_shape(self, shape: Sequence[int]) -> tuple[int, int]:
         """The shape of the maxima, and of the scales, of a whole weight."""
         rows, columns = shape
-        own = self.matrix_rows or rows
-        num_matrices = rows // own if own else 0
-        tiles = [
-            _num_tiles(n, size) for n, size in zip((own, columns), self.scaling.tile, strict=True)
-        ]
-        return num_matrices * tiles[0], tiles[1]
+        own = self.matrix_rows or max(1, rows)
+        height, width = self.scaling.tile
+        return rows // own * _num_tiles(own, height), _num_tiles(columns, width)
 
     def add_maxima(self, rows: Tensor, first_row: int, maxima: Tensor) -> None:
         """Raises maxima to those of some rows. NaN counts as infinity, so that ranks may combine
@@ -212,71 +207,68 @@ class WeightQuantizer:
             return
         found = _column_tiles(rows.abs(), self.scaling.tile[1]).amax(dim=-1).float()
         found = found.nan_to_num(nan=math.inf, posinf=math.inf)
-        places = self._places(rows, first_row)
-        if places is None:
-            torch.maximum(maxima, found.amax(0, keepdim=True), out=maxima)
+        tiles = self._tiles_of(rows, first_row)
+        if isinstance(tiles, slice):
+            own = maxima[tiles]
+            torch.maximum(own, found.unflatten(0, (len(own), -1)).amax(1), out=own)
         else:
-            maxima.scatter_reduce_(0, places[:, None].expand_as(found), found, "amax")
+            maxima.scatter_reduce_(0, tiles[:, None].expand_as(found), found, "amax")
 
-    def quantize_rows(self, rows: Tensor, first_row: int, maxima: Tensor, codes: Tensor) -> None:
+    def quantize_rows(
+        self, rows: Tensor, first_row: int, multipliers: Tensor, codes: Tensor
+    ) -> None:
         """Writes the codes of some rows.
 
         Args:
-            rows, first_row, maxima: see `add_maxima`; the maxima of the whole weight.
+            rows, first_row: see `add_maxima`.
+            multipliers: of the whole weight; see `scales_of`.
             codes: [rows, columns / codes in a byte].
         """
-        if not rows.numel():
-            return
-        multipliers, _ = self._scales_of(maxima)
-        places = self._places(rows, first_row)
-        own = multipliers if places is None else multipliers[places]
-        codes.copy_(self.scaling.cast(rows, own, first_row))
+        if rows.numel():
+            codes.copy_(self.scaling.cast(rows, multipliers[self._tiles_of(rows, first_row)]))
 
-    def scales(self, maxima: Tensor) -> Tensor:
-        """The scales that decoded values are multiplied by, of the shape of `maxima`."""
-        return self._scales_of(maxima)[1]
-
-    def _scales_of(self, maxima: Tensor) -> tuple[Tensor, Tensor]:
-        """`Scaling.scales_of` of each matrix."""
+    def scales_of(self, maxima: Tensor) -> tuple[Tensor, Tensor]:
+        """`Scaling.scales_of` of each matrix, in the shape of the maxima of the whole weight."""
         if self.matrix_rows is None:
             return self.scaling.scales_of(maxima)
         tiles = _num_tiles(self.matrix_rows, self.scaling.tile[0])
         multipliers, scales = self.scaling.scales_of(maxima.unflatten(0, (-1, tiles)))
         return multipliers.flatten(0, 1), scales.flatten(0, 1)
 
-    def _places(self, rows: Tensor, first_row: int) -> Tensor | None:
-        """The number of each row's tile; None: all rows have the one there is."""
-        tile = self.scaling.tile[0]
-        if tile is None and self.matrix_rows is None:
-            return None
-        numbers = torch.arange(first_row, first_row + len(rows), device=rows.device)
-        if self.matrix_rows is None:
-            return numbers // (tile or 1)
-        tiles = _num_tiles(self.matrix_rows, tile)
-        within = numbers % self.matrix_rows // (tile or self.matrix_rows)
-        return numbers // self.matrix_rows * tiles + within
+    def _tiles_of(self, rows: Tensor, first_row: int) -> Tensor | slice:
+        """The number of each row's tile. A slice where that is each row's own or all rows' only
+        one, without gathers and scatters.
+        """
+        height, end = self.scaling.tile[0], first_row + len(rows)
+        if height == 1:
+            return slice(first_row, end)
+        if height is None and self.matrix_rows is None:
+            return slice(0, 1)
+        size = self.matrix_rows or end  # of a matrix, or more than the rows' numbers
+        height = height or size
+        numbers = torch.arange(first_row, end, device=rows.device)
+        return numbers // size * _num_tiles(size, height) + numbers % size // height
 
 
 def hadamard(matrix: Tensor) -> Tensor:
     """A matrix [rows, columns] whose columns are mixed, 16 at a time: [rows, columns rounded up to
     a multiple of 16], same dtype, rounded once.
     """
-    mixing = _hadamard_matrix().to(matrix.device)
     tiles = _column_tiles(matrix, _HADAMARD).float()
-    return (tiles @ mixing).flatten(1).to(matrix.dtype)
+    return (tiles @ _hadamard_matrix(matrix.device)).flatten(1).to(matrix.dtype)
 
 
 @cache
-def _hadamard_matrix() -> Tensor:
+def _hadamard_matrix(device: torch.device) -> Tensor:
     """Orthogonal [16, 16] fp32: diag(signs) @ H / 4, with H of Sylvester's construction."""
     matrix = torch.ones(1, 1)
     while len(matrix) < _HADAMARD:
         matrix = torch.kron(torch.tensor([[1.0, 1.0], [1.0, -1.0]]), matrix)
-    return torch.tensor(_SIGNS)[:, None] * matrix / math.sqrt(_HADAMARD)
+    return (torch.tensor(_SIGNS)[:, None] * matrix / math.sqrt(_HADAMARD)).to(device)
 
 
 def _two_levels(maxima: Tensor) -> tuple[Tensor, Tensor]:
-    """Multipliers and scales of NVFP4: see nvfp4.py."""
+    """Multipliers and scales of NVFP4: see `recipes.nvfp4`."""
     largest = E4M3.largest * E2M1.largest
     outer = scale_of(maxima.amax((-2, -1), keepdim=True), largest)
     inner = (maxima * (outer / E2M1.largest)).clamp(max=E4M3.largest).to(E4M3.dtype).float()
@@ -307,15 +299,12 @@ def _of_rows(scales: Tensor, tile: int | None, num_rows: int) -> Tensor:
     return scales.repeat_interleave(tile, dim=0)[:num_rows]
 
 
-def _noise(rows: Tensor, first_row: int) -> Tensor:
+def _noise(rows: Tensor) -> Tensor:
     """Numbers in [0, 1), in steps of 2^-24: [rows, columns] fp32. Each depends on an element's
     place, and on the signs and mantissas of the element and the one before it in its row, so not on
     a power of two that a loss is divided by.
     """
-    num_rows, columns = rows.shape
-    places = torch.arange(
-        first_row * columns, (first_row + num_rows) * columns, device=rows.device
-    ).view(num_rows, columns)
+    places = torch.arange(rows.numel(), device=rows.device).view(rows.shape)
     digits = rows.float().view(torch.int32).long() & 0x807FFFFF
     mixed = places * 0x9E3779B1 + digits * 0x85EBCA6B + digits.roll(1, dims=1) * 0xC2B2AE35
     mask = 0xFFFFFFFF

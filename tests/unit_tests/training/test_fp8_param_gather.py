@@ -5,6 +5,7 @@ that gather bf16 weights.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,8 @@ from megatron.core.distributed.fsdp.parameter_group import FsdpParameterGroup
 from megatron.core.low_precision.amax_history import AmaxHistory
 from megatron.core.low_precision.config import LowPrecisionConfig
 from megatron.core.optimizer.config import OptimizerConfig
-from megatron.core.optimizer.kernels.host_adam import available_bodies
+from megatron.core.optimizer.kernels.host_adam import HostAdam, available_bodies
+from megatron.core.optimizer.kernels.piece import Piece
 from megatron.core.optimizer.lr_schedule import LRScheduleConfig
 from megatron.core.options import ConfigError
 from megatron.training.config import EngineConfig
@@ -26,6 +28,7 @@ from megatron.training.engines import ModuleEngine
 from tests.helpers.engine_contents import Contents, contents_of, differing
 from tests.helpers.ranks import random_delays, run_ranks
 from tests.unit_tests.training.helpers.code_runs import (
+    LARGEST_OF_STEPS,
     ON_DEVICE,
     VOCAB,
     engine_for,
@@ -151,11 +154,69 @@ def test_offloaded_updates_write_the_same_codes_as_the_device(name: str, recipe:
     run_ranks(2, _offloaded, name, recipe)
 
 
-def _num_made_by_torch(recipe: str) -> tuple[int, int]:
-    """Groups whose codes the update has not made, in two steps; and those made by gathers, but for
-    each group's first.
+def _count_encodings() -> list[int]:
+    """Counts the pieces whose codes are made after the pass, in each call from here on."""
+    counts, encode = list[int](), HostAdam.encode
+
+    def counted(kernel: HostAdam, pieces: Sequence[Piece]) -> None:
+        counts.append(len(pieces))
+        encode(kernel, pieces)
+
+    HostAdam.encode = counted  # type: ignore[method-assign]
+    return counts
+
+
+def _early(recipe: str) -> int:
+    """How often codes were made again after updates, which are early without clipping."""
+    early = on_host(1.0, optimizer_early_update_gib=1.0, clip_grad=0.0)
+    again, losses = _count_encodings(), []
+    engines = [
+        engine_for(True, recipe, optimizer) for optimizer in (OptimizerConfig(clip_grad=0.0), early)
+    ]
+    for engine in engines:
+        losses.append(train(engine, range(2)))
+        for history in engine.model.modules():
+            if isinstance(history, AmaxHistory):
+                history.maxima *= 2
+        losses[-1] += train(engine, range(2, 5))
+    assert losses[0] == losses[1]
+    expect_same_contents(*engines)
+    return len(again)
+
+
+# An early update takes the maxima of the last step, which need not be the largest ones.
+@pytest.mark.skipif(available_bodies() == ["torch"], reason="the host kernel was not built")
+@pytest.mark.parametrize(
+    "recipe", [LARGEST_OF_STEPS, pytest.param("delayed", marks=pytest.mark.wide)]
+)
+def test_codes_of_early_updates_are_made_again_where_another_maximum_is_chosen(recipe: str) -> None:
+    for num_again in run_ranks(2, _early, recipe):
+        assert (num_again > 0) == (recipe == LARGEST_OF_STEPS)
+
+
+def _from_zeros() -> None:
+    engines = [engine_for(True, "delayed", optimizer) for optimizer in (ON_DEVICE, on_host(1.0))]
+    losses = []
+    for engine in engines:
+        with torch.no_grad():
+            for name, parameter in engine.model.named_parameters():
+                if name.endswith("linear_fc2.weight"):
+                    parameter.zero_()
+        losses.append(train(engine, range(3)))
+    assert losses[0] == losses[1]
+    expect_same_contents(*engines)
+
+
+def test_weights_that_were_zero_have_codes_by_their_own_maximum() -> None:
+    run_ranks(2, _from_zeros)
+
+
+def _num_made_by_torch(recipe: str) -> tuple[int, int, int]:
+    """Groups whose codes the update has not made, in two steps; those made by gathers, but for
+    each group's first; and calls that made codes again after the update.
     """
     made, original = list[str](), FsdpParameterGroup.quantize_on_host
+    again = _count_encodings()
     gathered, copy_updated = list[str](), FsdpParameterGroup.copy_updated
 
     def counted(group: FsdpParameterGroup, codes: DBuffer) -> torch.Tensor:
@@ -171,16 +232,18 @@ def _num_made_by_torch(recipe: str) -> tuple[int, int]:
     FsdpParameterGroup.quantize_on_host = counted  # type: ignore[method-assign]
     FsdpParameterGroup.copy_updated = gather_counted  # type: ignore[method-assign]
     train(engine_for(True, recipe, optimizer=on_host(1.0)), range(2))
-    return len(made), len(gathered) - len(set(gathered))
+    return len(made), len(gathered) - len(set(gathered)), len(again)
 
 
 @pytest.mark.skipif(available_bodies() == ["torch"], reason="the host kernel was not built")
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_the_update_makes_codes_where_few_rows_share_a_scale(recipe: str) -> None:
-    has_codes = recipe == "blockwise"
-    for num_after_update, num_gathered in run_ranks(2, _num_made_by_torch, recipe):
+def test_the_update_makes_codes_where_few_rows_share_a_scale_or_it_is_known(recipe: str) -> None:
+    has_codes = recipe in ("blockwise", "delayed")
+    for num_after_update, num_gathered, num_again in run_ranks(2, _num_made_by_torch, recipe):
         assert (num_after_update == 0) == has_codes
         assert num_gathered == 0
+        # Blocks that ranks share.
+        assert (num_again > 0) == (recipe == "blockwise")
 
 
 def _sent_up(recipe: str) -> tuple[int, int]:

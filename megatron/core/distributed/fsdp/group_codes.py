@@ -37,26 +37,15 @@ from megatron.core.low_precision.scaling import QuantizedWeight, WeightQuantizer
 _CHUNK_NUMEL, _DEVICE_CHUNK_NUMEL = 1 << 18, 1 << 22
 
 
-class _Part(NamedTuple):
-    """Rows of a weight.
-
-    Attributes:
-        rows: rounded to the compute dtype.
-        first_row: index of the first one in the weight as this rank's modules use it.
-        codes: memory for their codes.
-    """
-
-    rows: torch.Tensor
-    first_row: int
-    codes: torch.Tensor
-
-
 class OwnRows(NamedTuple):
-    """Which rows of a weight as modules use it, of this shape, a rank has."""
+    """Which rows of a weight as modules use it, of this shape, a rank has. `is_delayed`: whether a
+    history has the maxima that scales are computed from.
+    """
 
     quantizer: WeightQuantizer
     first_row: int
     shape: tuple[int, int]
+    is_delayed: bool
 
 
 class GroupCodes:
@@ -82,13 +71,13 @@ class GroupCodes:
         self._unsharded = weights.unsharded
         device = weights.unsharded.device
         # Along kept axes, a weight in use starts at a later row of the parameter.
-        self._begins = [weights.unsharded.chunk(i).first_row for i in range(self._num_weights)]
+        indices = range(len(plan.parameters))
+        self._begins = [weights.unsharded.chunk(index).first_row for index in indices]
         self.scales = [
-            quantizer.scales(torch.zeros(shape, device=device))
+            quantizer.scales_of(torch.zeros(shape, device=device))[1]
             for quantizer, shape in zip(plan.quantizers, plan.maxima_shapes, strict=True)
         ]
         self._histories = histories
-        self._followed = self._history_versions()
         self.maxima = [
             None if history is None else torch.zeros(shape, device=device)
             for history, shape in zip(histories, plan.maxima_shapes, strict=True)
@@ -99,7 +88,7 @@ class GroupCodes:
         """A weight in the compute dtype without memory for its elements."""
         # Reading it by mistake gives NaN.
         nan = torch.full((), math.nan, dtype=self._plan.dtype, device=self._unsharded.device)
-        return nan.expand(self._shape(index))
+        return nan.expand(self._plan.shape_in_use(index))
 
     def show(self, index: int, full: nn.Parameter) -> None:
         """Gives a full parameter the views of its codes and scales."""
@@ -117,27 +106,28 @@ class GroupCodes:
             codes: for as many rows.
         """
         maxima = torch.zeros(self._plan.maxima_numel, device=codes.device)
-        by_weight = list(zip(self._plan.quantizers, self.by_weight(maxima), strict=True))
+        quantizers = self._plan.quantizers
         # Rows are rounded twice rather than kept in between, which would take a shard's memory.
-        for index, (quantizer, own) in enumerate(by_weight):
-            for part in self._parts(index, main, codes):
-                quantizer.add_maxima(part.rows, part.first_row, own)
+        for index, own in enumerate(self.by_weight(maxima)):
+            for rows, first_row, _ in self._parts(index, main, codes):
+                quantizers[index].add_maxima(rows, first_row, own)
         self.combine(maxima, label)
-        for index, (quantizer, own) in enumerate(by_weight):
-            limits = self._limits(index, own)
-            for part in self._parts(index, main, codes):
-                quantizer.quantize_rows(part.rows, part.first_row, limits, part.codes)
+        for index, own in enumerate(self.by_weight(self.limits(maxima))):
+            multipliers, _ = quantizers[index].scales_of(own)
+            for rows, first_row, out in self._parts(index, main, codes):
+                quantizers[index].quantize_rows(rows, first_row, multipliers, out)
         return maxima
 
     def combine(self, maxima: torch.Tensor, label: Label) -> None:
         """Raises maxima to those of all ranks that divide the weights, which call it together."""
-        for axis in self._plan.maxima_axes:
+        for axis in self._plan.divided_axes:
             combine_maxima(maxima, self._mesh.get_group(axis), label)
 
     def own_rows(self, index: int, main: DBuffer) -> OwnRows:
         """The rows of a weight that a buffer of this rank has."""
         first_row = main.chunk(index).first_row - self._begins[index]
-        return OwnRows(self._plan.quantizers[index], first_row, self._shape(index))
+        is_delayed, shape = self._histories[index] is not None, self._plan.shape_in_use(index)
+        return OwnRows(self._plan.quantizers[index], first_row, shape, is_delayed)
 
     def by_weight(self, maxima: torch.Tensor) -> list[torch.Tensor]:
         """Views of flat maxima in the shapes of the weights' maxima."""
@@ -146,46 +136,42 @@ class GroupCodes:
         parts = maxima[: sum(sizes)].split(sizes)
         return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
 
+    def limits(self, maxima: torch.Tensor) -> torch.Tensor:
+        """The maxima that scales are computed from, given the maxima of the weights; both flat."""
+        limits = maxima.clone()
+        for index, own in enumerate(self.by_weight(limits)):
+            own.copy_(self._limits(index, own))
+        return limits
+
     def set_scales(self, maxima: torch.Tensor) -> None:
         """Computes all scales from the maxima that `quantize` has returned."""
         by_weight = zip(self._plan.quantizers, self.scales, self.by_weight(maxima), strict=True)
         for index, (quantizer, scales, found) in enumerate(by_weight):
             own, kept = found.to(scales.device), self.maxima[index]
-            scales.copy_(quantizer.scales(self._limits(index, own)))
+            scales.copy_(quantizer.scales_of(self._limits(index, own))[1])
             if kept is not None:
                 kept.copy_(own)
 
     @property
-    def is_outdated(self) -> bool:
-        """Whether histories have changed since `follow_histories`."""
-        return self._followed != self._history_versions()
-
-    def follow_histories(self) -> None:
-        """Records that codes are about to be made by the histories as they are."""
-        self._followed = self._history_versions()
-
-    def _history_versions(self) -> int:
-        return sum(own.chosen._version for own in self._histories if own is not None)
+    def history_versions(self) -> int:
+        """Counts writes to the histories."""
+        return sum(own.maxima._version for own in self._histories if own is not None)
 
     def _limits(self, index: int, own: torch.Tensor) -> torch.Tensor:
         """The maxima that a weight's scales are computed from; `own`: of the weight itself."""
         history = self._histories[index]
         return own if history is None else history.chosen_or(Slot.WEIGHT, own)
 
-    def _shape(self, index: int) -> tuple[int, int]:
-        """Of a weight as this rank's modules use it."""
-        return self._plan.layout.block_rows(index), self._plan.layout.tensor_shapes[index][1]
-
-    @property
-    def _num_weights(self) -> int:
-        return len(self._plan.parameters)
-
-    def _parts(self, index: int, main: DBuffer, codes: DBuffer) -> Iterator[_Part]:
-        """This rank's rows of a weight, a few at a time."""
+    def _parts(
+        self, index: int, main: DBuffer, codes: DBuffer
+    ) -> Iterator[tuple[torch.Tensor, int, torch.Tensor]]:
+        """This rank's rows of a weight, a few at a time: rounded to the compute dtype, the number
+        of the first of them in the weight as modules use it, and the memory for their codes.
+        """
         rows, out = main.get_local_tensor(index), codes.get_local_tensor(index)
         numel = _CHUNK_NUMEL if out.device.type == "cpu" else _DEVICE_CHUNK_NUMEL
         num_rows = max(1, numel // rows.shape[1])
         first_row = self.own_rows(index, main).first_row
         for begin in range(0, len(rows), num_rows):
             own = rows[begin : begin + num_rows].to(out.device, self._plan.dtype)
-            yield _Part(own, first_row + begin, out[begin : begin + num_rows])
+            yield own, first_row + begin, out[begin : begin + num_rows]

@@ -181,11 +181,14 @@ class GroupPlan:
     @cached_property
     def maxima_shapes(self) -> tuple[tuple[int, int], ...]:
         """The shapes of the maxima of each weight in use; without codes none."""
-        layout = self.layout
         return tuple(
-            quantizer.maxima_shape((layout.block_rows(index), layout.tensor_shapes[index][1]))
+            quantizer.maxima_shape(self.shape_in_use(index))
             for index, quantizer in enumerate(self.quantizers)
         )
+
+    def shape_in_use(self, index: int) -> tuple[int, int]:
+        """The shape of a matrix as the modules of a rank use it."""
+        return self.layout.block_rows(index), self.layout.tensor_shapes[index][1]
 
     @cached_property
     def scales_nbytes(self) -> int:
@@ -193,7 +196,7 @@ class GroupPlan:
         pairs = zip(self.quantizers, self.maxima_shapes, strict=True)
         maxima = [(own, torch.empty(shape, device="meta")) for own, shape in pairs]
         has_history = self.recipe is not None and self.recipe.history is not None
-        return sum(own.scales(m).nbytes + has_history * m.nbytes for own, m in maxima)
+        return sum(own.scales_of(m)[1].nbytes + has_history * m.nbytes for own, m in maxima)
 
     @property
     def main_nbytes(self) -> int:
@@ -270,14 +273,11 @@ class GroupPlan:
         numel, ranks = sum(map(math.prod, self.maxima_shapes)), math.prod(self.mesh_shape)
         return -(-numel // ranks) * ranks
 
-    @property
-    def maxima_axes(self) -> list[int]:
-        """The mesh axes over which the maxima are reduced: those that divide a weight in use."""
-        return [] if self.recipe is None else self.divided_axes
-
     @cached_property
     def divided_axes(self) -> list[int]:
-        """The mesh axes along which ranks update different rows of a weight in use."""
+        """The mesh axes along which ranks update different rows of a weight in use, and reduce the
+        maxima of codes.
+        """
         cuts = zip(
             sharded_axes(self.placements.optimizer),
             self.placements.is_kept,
@@ -293,7 +293,7 @@ class GroupPlan:
     @property
     def maxima_nbytes(self) -> int:
         """That this rank sends once a step, for the maxima of codes."""
-        numel, sizes = self.maxima_numel, [self.mesh_shape[axis] for axis in self.maxima_axes]
+        numel, sizes = self.maxima_numel, [self.mesh_shape[axis] for axis in self.divided_axes]
         return sum(2 * numel * torch.float32.itemsize * (size - 1) // size for size in sizes)
 
     @property

@@ -92,7 +92,7 @@ class Gather(NamedTuple):
     """The work after which the full parameters of a group are up to date.
 
     Attributes:
-        writes: to the main weights, as counted before: later ones are not in it.
+        writes: see `FsdpParameterGroup._writes`; counted before: later ones are not in it.
         has_changed: whether the full parameters get other values.
         is_copied: whether the main weights are copied to the compute weights, or quantized.
         is_scattered: whether other ranks have updated the rest of the compute weights.
@@ -100,7 +100,7 @@ class Gather(NamedTuple):
     """
 
     group: FsdpParameterGroup
-    writes: tuple[int, int]
+    writes: tuple[int, ...]
     has_changed: bool
     is_copied: bool
     is_scattered: bool
@@ -180,7 +180,7 @@ class FsdpParameterGroup:
         self._gathered: Event | None = None  # after which the full weights have their values
         self._failure: tuple[Exception, TracebackType | None] | None = None
         self._num_marked = 0  # calls of `mark_updated`
-        self._copied: tuple[int, int] | None = None  # `_writes` that the compute weights include
+        self._copied: tuple[int, ...] | None = None  # `_writes` that the compute weights include
         self._rounded: DBuffer | None = None  # what codes are made of next; see `rounded_weight`
         self._initial_sample = 0
         # Versions and a sample of the main weights, once they had their initial values.
@@ -295,8 +295,6 @@ class FsdpParameterGroup:
                 # A backward of an earlier forward must not use the new values unnoticed.
                 torch.autograd.graph.increment_version(group._full_tensors())
             group._copied = gather.writes
-            if group.codes is not None:
-                group.codes.follow_histories()
             group.phase, group._reserved = group.phase.to(MemoryPhase.GATHERING), None
 
     def _prepare_gather(self) -> Gather | None:
@@ -308,8 +306,7 @@ class FsdpParameterGroup:
             raise error.with_traceback(traceback)
 
         writes = self._writes()
-        is_outdated = self.codes is not None and self.codes.is_outdated
-        is_stale = is_outdated or writes != self._copied
+        is_stale = writes != self._copied
         has_changed = is_stale or self.delivery.is_announced
         if self.is_unsharded and not has_changed:
             return None
@@ -331,8 +328,8 @@ class FsdpParameterGroup:
             if ready is None or is_stale:
                 ready = self._device.event()
             after = [ready, *awaited]
-        if is_copied and self.plan.maxima_axes:
-            self._record(self.plan.maxima_axes, Kind.GATHER)
+        if is_copied and self.codes is not None and self.plan.divided_axes:
+            self._record(self.plan.divided_axes, Kind.GATHER)
         if is_scattered:
             self._record(self._updated_axes, Kind.GATHER)
         if self.is_gathered:
@@ -564,6 +561,11 @@ class FsdpParameterGroup:
         assert self.codes is not None, "called for weights that are kept as codes"
         return self.codes.quantize(self.main_weight, codes, self._host_label())
 
+    def combine_on_host(self, maxima: torch.Tensor) -> None:
+        """The same of the maxima alone, in place, where an update has made codes."""
+        assert self.codes is not None, "called for weights that are kept as codes"
+        self.codes.combine(maxima, self._host_label())
+
     def rounded_weight(self) -> DBuffer:
         """Memory on the device for new weights, which are kept as codes. An optimizer writes them
         there, in the compute dtype, before the event that it announces, and the next gather
@@ -573,11 +575,6 @@ class FsdpParameterGroup:
             placements, device = self.placements.optimizer, self._device.torch_device
             self._rounded = DBuffer(self.mesh, placements, self.layout, self.dtype, device)
         return self._rounded
-
-    def combine_on_host(self, maxima: torch.Tensor) -> None:
-        """The same of the maxima alone, in place, where an update has made codes."""
-        assert self.codes is not None, "called for weights that are kept as codes"
-        self.codes.combine(maxima, self._host_label())
 
     def put_main_weight(self, buffer: DBuffer) -> None:
         """Moves the main weights into another buffer of the same kind, in host memory.
@@ -628,9 +625,17 @@ class FsdpParameterGroup:
             self.reshard()
             self.phase, self._failure = self.phase.to(MemoryPhase.SHARDED), None
 
-    def _writes(self) -> tuple[int, int]:
-        """(marked writes to the main weights, writes counted by their tensor versions)."""
-        return self._num_marked, self._versions()
+    def follow_histories(self) -> None:
+        """Records that an update makes codes by the histories as they are."""
+        if self._copied is not None:
+            self._copied = (*self._copied[:-1], self._writes()[-1])
+
+    def _writes(self) -> tuple[int, ...]:
+        """(marked writes to the main weights, writes counted by their tensor versions, writes to
+        histories that scales of codes are computed from).
+        """
+        of_histories = 0 if self.codes is None else self.codes.history_versions
+        return self._num_marked, self._versions(), of_histories
 
     def _versions(self) -> int:
         """Counts writes to the main weights that autograd sees, by parameter or by buffer."""

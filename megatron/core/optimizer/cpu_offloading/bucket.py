@@ -226,6 +226,9 @@ class Bucket(ABC):
         """How the update of a slot writes its codes; None where it does not."""
         return None
 
+    def choose_scales(self) -> None:  # noqa: B027
+        """Before an update, chooses the scales of codes that do not depend on it."""
+
     def quantize(self, pieces: Sequence[Piece], encode: Encode | None) -> None:  # noqa: B027
         """After an update, makes the codes in `weight` that it has not made, where compute weights
         are kept as codes.
@@ -369,7 +372,8 @@ class FsdpBucket(Bucket):
             accepted_grad_dtypes=(group.plan.grad_dtype,),
         )
         self.is_quantized = group.codes is not None
-        # Of tiles: over all ranks in the last update, and where an update puts those it finds.
+        # Of tiles: over all ranks in the last update, or, for the coming one, as histories have
+        # chosen; and where an update puts those it finds.
         self._maxima = torch.zeros(group.plan.maxima_numel if self.is_quantized else 0)
         self._own_maxima = torch.zeros_like(self._maxima)
         if self.is_quantized and len(whole) < len(group.fsdp_parameters):
@@ -465,10 +469,14 @@ class FsdpBucket(Bucket):
         if codes is None or self._group.dtype != torch.bfloat16 or not slot.numel:
             return None
         rows = codes.own_rows(index, self._group.main_weight)
-        if not PieceCodes.is_supported(rows.quantizer.scaling):
+        if not PieceCodes.is_supported(rows.quantizer.scaling, rows.is_delayed):
             return None
         own, last = (codes.by_weight(flat)[index] for flat in (self._own_maxima, self._maxima))
         return PieceCodes(slot.of(self.weight), own, last, *rows)
+
+    def choose_scales(self) -> None:
+        if self._group.codes is not None:
+            self._maxima.copy_(self._group.codes.limits(self._maxima))
 
     def quantize(self, pieces: Sequence[Piece], encode: Encode | None) -> None:
         group = self._group
@@ -485,9 +493,14 @@ class FsdpBucket(Bucket):
             self._maxima.copy_(group.quantize_on_host(codes))
             return
 
-        # The pass has made the codes of tiles of which this rank has all rows.
+        # The pass has made the codes of tiles of which this rank has all rows; with delayed scaling
+        # all codes, but by other scales where it was early, or where a history is empty.
         group.combine_on_host(self._own_maxima)
-        encode(encoded)
+        limits = group.codes.limits(self._own_maxima)
+        is_delayed = all(piece.codes is not None and piece.codes.is_delayed for piece in encoded)
+        if not is_delayed or not torch.equal(limits, self._maxima):
+            self._maxima.copy_(limits)
+            encode(encoded)
         self._maxima.copy_(self._own_maxima)
         # The next pass writes those of its rows only.
         self._own_maxima.zero_()
@@ -541,8 +554,7 @@ class FsdpBucket(Bucket):
         # The device uses weights as soon as they are there; the host reads main weights later.
         updated = Awaited(self.pending.done, timings.awaited(sent).wait)
         self._group.delivery.announce(updated, timings.before_use(sent), self._indices[0])
-        if self._group.codes is not None:
-            self._group.codes.follow_histories()
+        self._group.follow_histories()
 
     def _is_claimed_by(self, owner: object) -> bool:
         return self._group.delivery.is_claimed_by(owner, self._indices)

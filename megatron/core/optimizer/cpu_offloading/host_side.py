@@ -568,13 +568,17 @@ class HostSide:
         fetched, free, early = begun
         is_final = early is not None and early.is_final(step.pieces, grad_scale)
 
+        def start_update() -> Callable[[], None]:
+            bucket.choose_scales()
+            return step.start(grad_scale)
+
         def update_again(early: EarlyUpdate) -> None:
             early.restore()
-            step.start(grad_scale)()
+            start_update()()
 
         def start_pass() -> None:
             if early is None:
-                started.append(step.start(grad_scale))
+                started.append(start_update())
             elif early.is_final(step.pieces, grad_scale):
                 timings.count_early(step.nbytes)
                 started.append(lambda: None)

@@ -31,11 +31,13 @@ constexpr int64_t kCodeRows = 128;          // rows of a matrix, about, that a t
 constexpr int64_t kCodeColumns = 8192;      // and columns: short rows are slow
 constexpr int64_t kGroup = 32;              // elements of a row that share a scale, also of the narrowest tile
 constexpr int kMostLanes = 16;              // floats of the widest vector register
+constexpr float kLargest = 448.0f;          // value of e4m3
+constexpr float kRoundsDown = 464.0f;       // the largest float that is rounded to it
 
 alignas(64) constexpr uint32_t kCount[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
 
 enum Type : int32_t { kNone = 0, kFp32 = 1, kBf16 = 2, kFp16 = 3, kSplit = 4 };
-enum ScaleKind : int32_t { kAnyFp32 = 0, kPowerOfTwo = 1, kE8M0 = 2 };
+enum ScaleKind : int32_t { kAnyFp32 = 0, kPowerOfTwo = 1, kE8M0 = 2, kDelayed = 3 };
 
 // Each is rounded to fp32 once, from fp64.
 struct Scalars {
@@ -75,7 +77,8 @@ struct Arrays {
 };
 
 // How the new weights, rows of a matrix or of several below each other, become codes of e4m3: WeightQuantizer in
-// scaling.py. Each tile of `tile_rows` x `tile_columns` has a maximum and a scale.
+// scaling.py. Each tile of `tile_rows` x `tile_columns` has a maximum and a scale. With kDelayed a tile is a matrix and
+// its scale, any fp32, is computed from `last_maxima`, not from the maximum that a pass finds.
 struct Codes {
   uint8_t* codes;        // null: none are made
   float* maxima;         // of all tiles; written, of this piece's rows, by a pass, and only read by an encoding
@@ -86,6 +89,7 @@ struct Codes {
   int64_t tile_rows;
   int64_t tile_columns;
   ScaleKind kind;
+  float largest;         // what the maximum of a tile is scaled to
 };
 
 }  // namespace
@@ -180,9 +184,8 @@ struct RowCodes {
 bool is_finite(float maximum) { return as_bits(maximum) < 0x7f800000u; }
 
 // scale_of and e8m0_of in formats.py: what values are multiplied by, given the maximum of their tile.
-float multiplier_of(float maximum, ScaleKind kind) {
-  constexpr float kLargest = 448.0f;
-  if (kind == kE8M0) {
+float multiplier_of(float maximum, const Codes& codes) {
+  if (codes.kind == kE8M0) {
     const uint32_t bits = as_bits(maximum * (1.0f / kLargest));
     uint32_t exponent = bits >> 23;
     const uint32_t mantissa = bits & 0x7fffffu;
@@ -191,8 +194,8 @@ float multiplier_of(float maximum, ScaleKind kind) {
     return 1.0f / as_float(exponent == 0 ? 0x400000u : exponent << 23);
   }
   const bool is_usable = maximum > 0.0f && is_finite(maximum);
-  const float scale = is_usable ? std::min(kLargest / maximum, as_float(0x7f7fffffu)) : 1.0f;
-  return kind == kPowerOfTwo ? as_float(as_bits(scale) & 0xff800000u) : scale;
+  const float scale = is_usable ? std::min(codes.largest / maximum, as_float(0x7f7fffffu)) : 1.0f;
+  return codes.kind == kPowerOfTwo ? as_float(as_bits(scale) & 0xff800000u) : scale;
 }
 
 // The product of two floats is exact in fp64. Its sum with the third, rounded to the nearest double and then to float,
@@ -368,8 +371,8 @@ void raise_maxima(int32_t body, const int32_t (*largest)[kMostLanes], int64_t nu
   ON_BODY(body, raise_maxima(largest, numel, tile, maxima));
 }
 
-void encode(int32_t body, const float* weights, int64_t numel, const RowCodes& row, bool all_finite) {
-  ON_BODY(body, encode(weights, numel, row, all_finite));
+void encode(int32_t body, const float* weights, int64_t numel, const RowCodes& row, bool all_fit) {
+  ON_BODY(body, encode(weights, numel, row, all_fit));
 }
 
 void squares(int32_t body, const void* array, Type type, int64_t numel, double* row_sums) {
@@ -410,7 +413,7 @@ struct Rectangle {
   int64_t row, end_row, column, end_column;
 };
 
-// A tile's rows that a piece has, and the number of its first tile.
+// A tile's rows that a piece has, and the number of its first tile. A matrix with one scale has several bands.
 struct Band {
   int64_t end_row, tile;
   bool is_whole;
@@ -420,8 +423,8 @@ struct Band {
 Band band_of(const Codes& codes, int64_t row, int64_t num_rows) {
   const int64_t in_weight = codes.first_row + row;
   const int64_t matrix = in_weight / codes.matrix_rows, in_matrix = in_weight % codes.matrix_rows;
-  const int64_t in_tile = in_matrix % codes.tile_rows;
-  const int64_t last = row - in_tile + std::min(codes.tile_rows, codes.matrix_rows - (in_matrix - in_tile));
+  const int64_t height = codes.kind == kDelayed ? kCodeRows : codes.tile_rows, in_tile = in_matrix % height;
+  const int64_t last = row - in_tile + std::min(height, codes.matrix_rows - (in_matrix - in_tile));
   const int64_t number = matrix * num_tiles(codes.matrix_rows, codes.tile_rows) + in_matrix / codes.tile_rows;
   const int64_t across = num_tiles(codes.columns, codes.tile_columns);
   return {std::min(last, num_rows), number * across, in_tile == 0 && last <= num_rows};
@@ -430,13 +433,15 @@ Band band_of(const Codes& codes, int64_t row, int64_t num_rows) {
 // At most kCodeColumns of the rows of a band.
 class BandPart {
  public:
-  BandPart(int32_t body, const HostAdamPiece& piece, const Rectangle& part, int64_t first_tile)
+  // `maxima` and `last_maxima`: of the band's tiles.
+  BandPart(int32_t body, const HostAdamPiece& piece, const Rectangle& part, float* maxima, const float* last_maxima)
       : body_(body),
         piece_(piece),
         codes_(piece.codes),
         part_(part),
         width_(part.end_column - part.column),
-        first_tile_(first_tile + part.column / codes_.tile_columns) {}
+        maxima_(maxima + part.column / codes_.tile_columns),
+        last_maxima_(last_maxima + part.column / codes_.tile_columns) {}
 
   // Raises maxima. On the way, makes codes of the new weights, if their scales can be guessed, or of the row before, if
   // its maxima are given.
@@ -444,7 +449,7 @@ class BandPart {
     float multipliers[kGroups];
     alignas(64) int32_t largest[kGroups][kMostLanes];
     __builtin_memset(largest, 0, num_groups() * sizeof(largest[0]));
-    const float* const maxima = guesses() ? codes_.last_maxima + first_tile_ : maxima_before;
+    const float* const maxima = guesses() ? last_maxima_ : maxima_before;
     const int64_t lag = guesses() ? 0 : codes_.columns;
     if (maxima != nullptr) fill_multipliers(maxima, multipliers);
     for (int64_t row = part_.row; row < part_.end_row; ++row) {
@@ -456,21 +461,20 @@ class BandPart {
       arrays.advance(start);
       adam(body_, piece_.scalars, arrays, width_);
     }
-    raise_maxima(body_, largest, width_, codes_.tile_columns, codes_.maxima + first_tile_);
+    raise_maxima(body_, largest, width_, codes_.tile_columns, maxima_);
   }
 
   // Makes the codes of tiles, but not of those whose scale a step has guessed.
   void encode(bool is_stepped) const {
-    const float* const maxima = codes_.maxima + first_tile_;
     float multipliers[kGroups];
-    fill_multipliers(maxima, multipliers);
+    fill_multipliers(codes_.kind == kDelayed ? last_maxima_ : maxima_, multipliers);
     const int64_t size = codes_.tile_columns, tiles = num_tiles(width_, size);
     for (int64_t tile = 0; tile < tiles;) {
       const int64_t first = tile;
-      bool all_finite = true;
-      for (; tile < tiles && !(is_stepped && is_guessed(tile)); ++tile) all_finite &= is_finite(maxima[tile]);
+      bool all_fit = true;
+      for (; tile < tiles && !(is_stepped && is_guessed(tile)); ++tile) all_fit &= fits(tile);
       // The codes around them that are written, too, are there already.
-      if (tile > first) encode(multipliers, first * size, std::min(width_, tile * size), all_finite);
+      if (tile > first) encode(multipliers, first * size, std::min(width_, tile * size), all_fit);
       tile += tile == first;
     }
   }
@@ -478,31 +482,39 @@ class BandPart {
  private:
   static constexpr int64_t kGroups = kCodeColumns / kGroup;
 
-  void encode(const float* multipliers, int64_t column, int64_t end_column, bool all_finite) const {
+  void encode(const float* multipliers, int64_t column, int64_t end_column, bool all_fit) const {
     const int64_t begin = column / kTile * kTile, end = std::min(width_, num_tiles(end_column, kTile) * kTile);
     for (int64_t row = part_.row; row < part_.end_row; ++row) {
       const int64_t start = row * codes_.columns + part_.column + begin;
       const float* weights = static_cast<const float*>(piece_.arrays.weight) + start;
       const RowCodes coded{codes_.codes + start, multipliers + begin / kGroup, nullptr, 0, 0};
-      ::encode(body_, weights, end - begin, coded, all_finite);
+      ::encode(body_, weights, end - begin, coded, all_fit);
     }
   }
 
-  // Few powers of two change from step to step, and nearly all other scales.
+  // Few powers of two change from step to step, and nearly all other scales; kDelayed has its scales.
   bool guesses() const { return codes_.kind != kAnyFp32; }
 
   bool is_guessed(int64_t tile) const {
-    const float maximum = codes_.maxima[first_tile_ + tile], last = codes_.last_maxima[first_tile_ + tile];
-    return guesses() && is_finite(maximum) &&
-           multiplier_of(maximum, codes_.kind) == multiplier_of(last, codes_.kind);
+    if (!guesses() || !fits(tile)) return false;
+    return codes_.kind == kDelayed || multiplier(maxima_[tile]) == multiplier(last_maxima_[tile]);
   }
+
+  // Whether the tile's codes need no bound. By the scale of other weights, values may be too large.
+  bool fits(int64_t tile) const {
+    const float maximum = maxima_[tile];
+    return is_finite(maximum) &&
+           (codes_.kind != kDelayed || maximum * multiplier(last_maxima_[tile]) <= kRoundsDown);
+  }
+
+  float multiplier(float maximum) const { return multiplier_of(maximum, codes_); }
 
   void fill_multipliers(const float* maxima, float* multipliers) const {
     const int64_t size = num_tiles(codes_.tile_columns, kGroup), tiles = num_tiles(width_, codes_.tile_columns);
     std::fill(multipliers, multipliers + num_groups(), 1.0f);
     for (int64_t tile = 0; tile < tiles; ++tile) {
       const int64_t end = std::min(num_groups(), (tile + 1) * size);
-      std::fill(multipliers + tile * size, multipliers + end, multiplier_of(maxima[tile], codes_.kind));
+      std::fill(multipliers + tile * size, multipliers + end, multiplier(maxima[tile]));
     }
   }
 
@@ -513,33 +525,49 @@ class BandPart {
   const HostAdamPiece& piece_;
   const Codes& codes_;
   const Rectangle part_;
-  const int64_t width_, first_tile_;
+  const int64_t width_;
+  float* const maxima_;
+  const float* const last_maxima_;
 };
 
+// Raises a maximum that other threads raise, too.
+void raise_shared(float* maximum, float found) {
+  float seen;
+  __atomic_load(maximum, &seen, __ATOMIC_RELAXED);
+  while (seen < found &&
+         !__atomic_compare_exchange(maximum, &seen, &found, false, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {
+  }
+}
+
 // A step, maxima and codes of the tiles in a rectangle; or, where `encodes_only`, the codes of tiles of which other
-// ranks have rows, by maxima that include those.
+// ranks have rows, by maxima that include those. With kDelayed these are all codes, by scales that a step did not have.
 void adam_to_codes(int32_t body, const HostAdamPiece& piece, const Rectangle& part, bool encodes_only) {
   const Codes& codes = piece.codes;
   const int64_t num_rows = piece.numel / codes.columns, first_tile = part.column / codes.tile_columns;
   const int64_t end_tile = num_tiles(part.end_column, codes.tile_columns);
   const bool may_lag = codes.kind == kAnyFp32 && codes.tile_rows == 1 && !encodes_only;
+  const bool is_delayed = codes.kind == kDelayed;
   const float* before = nullptr;  // maxima of the row before, whose codes the next step makes
   for (int64_t row = part.row; row < part.end_row;) {
     const Band band = band_of(codes, row, num_rows);
-    float *const maxima = codes.maxima + band.tile + first_tile, *const end = codes.maxima + band.tile + end_tile;
+    float found = 0.0f;  // of a band of a matrix, whose other bands other threads may have
+    float* const own = is_delayed && !encodes_only ? &found : codes.maxima + band.tile;
+    float *const maxima = own + first_tile, *const end = own + end_tile;
     const auto for_each_part = [&](auto work) {
       for (int64_t column = part.column; column < part.end_column; column += kCodeColumns) {
         const int64_t end_column = std::min(part.end_column, column + kCodeColumns);
-        work(BandPart(body, piece, {row, band.end_row, column, end_column}, band.tile));
+        work(BandPart(body, piece, {row, band.end_row, column, end_column}, own, codes.last_maxima + band.tile));
       }
     };
     if (!encodes_only) {
       std::fill(maxima, end, 0.0f);
-      for_each_part([&](const BandPart& own) { own.step(before); });
+      for_each_part([&](const BandPart& one) { one.step(before); });
     }
     const bool lags = may_lag && band.end_row < part.end_row && std::all_of(maxima, end, is_finite);
     before = lags ? maxima : nullptr;
-    if (band.is_whole != encodes_only && !lags) for_each_part([&](const BandPart& own) { own.encode(!encodes_only); });
+    const bool encodes = is_delayed || band.is_whole != encodes_only;
+    if (encodes && !lags) for_each_part([&](const BandPart& one) { one.encode(!encodes_only); });
+    if (is_delayed && !encodes_only) raise_shared(codes.maxima + band.tile, found);
     row = band.end_row;
   }
 }
@@ -622,6 +650,7 @@ class AdamJob : public Job {
     for (const HostAdamPiece& piece : pieces_) {
       const bool has_codes = piece.codes.codes != nullptr;
       if (has_codes) cut_codes(static_cast<int64_t>(lengths.size()), piece);
+      if (has_codes && piece.codes.kind == kDelayed && mode == kStep) clear_shared(piece);
       lengths.push_back(has_codes ? 0 : piece.numel);
     }
     cut(lengths, logs_ ? log_.chunk : chunk_of(lengths, num_threads));
@@ -640,6 +669,14 @@ class AdamJob : public Job {
   }
 
  private:
+  // The maxima of matrices of which a piece has rows, which threads will raise.
+  static void clear_shared(const HostAdamPiece& piece) {
+    const Codes& codes = piece.codes;
+    const int64_t end_row = codes.first_row + piece.numel / codes.columns;
+    const int64_t first = codes.first_row / codes.matrix_rows, end = num_tiles(end_row, codes.matrix_rows);
+    std::fill(codes.maxima + first, codes.maxima + end, 0.0f);
+  }
+
   // From where the chunk's counter is.
   void run_logged(const HostAdamPiece& piece, const Chunk& chunk, int thread) {
     int64_t* slots[2];

@@ -44,6 +44,7 @@ _TYPES: dict[torch.dtype | None, int] = {
     torch.float16: 3,
 }
 _SCALE_KINDS = {ScaleKind.FP32: 0, ScaleKind.POWER_OF_TWO: 1, ScaleKind.E8M0: 2}
+_DELAYED = 3  # any fp32 scale of a matrix, by the last maximum
 _STEP, _TOUCH, _ENCODE = 0, 1, 2  # modes of a job
 # The type of the weight marks a remainder.
 _SPLIT = 4
@@ -104,6 +105,7 @@ class _Codes(ctypes.Structure):
         ("tile_rows", ctypes.c_int64),
         ("tile_columns", ctypes.c_int64),
         ("kind", ctypes.c_int32),
+        ("largest", ctypes.c_float),
     )
 
 
@@ -257,7 +259,8 @@ class HostAdam:
 
     def encode(self, pieces: Sequence[Piece]) -> None:
         """Writes, of pieces with codes that were stepped, the codes of tiles of which a piece has
-        some rows only, by the maxima of the whole tiles, and returns when they are written.
+        some rows only, by the maxima of the whole tiles, or all codes of delayed scaling, and
+        returns when they are written.
 
         Raises:
             As `run` does.
@@ -482,17 +485,18 @@ def _described_codes(codes: PieceCodes | None) -> _Codes:
     if codes is None:
         return _Codes()
     (rows, columns), quantizer = codes.shape, codes.quantizer
-    tile_rows, tile_columns = quantizer.scaling.tile
+    (tile_rows, tile_columns), matrix_rows = quantizer.scaling.tile, quantizer.matrix_rows or rows
     return _Codes(
         codes.codes.data_ptr(),
         codes.maxima.data_ptr(),
         codes.last_maxima.data_ptr(),
         codes.first_row,
         columns,
-        quantizer.matrix_rows or rows,
-        tile_rows,
+        matrix_rows,
+        matrix_rows if tile_rows is None else tile_rows,
         columns if tile_columns is None else tile_columns,
-        _SCALE_KINDS[quantizer.scaling.kind],
+        _DELAYED if codes.is_delayed else _SCALE_KINDS[quantizer.scaling.kind],
+        quantizer.scaling.largest,
     )
 
 

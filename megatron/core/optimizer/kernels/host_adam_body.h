@@ -295,8 +295,8 @@ INLINE Floats round_to_bf16(Words magnitude) {
   return as<Floats>((magnitude + 0x7fffu + ((magnitude >> 16) & 1u)) & 0xffff0000u);
 }
 
-// The codes of e4m3 of absolute values up to 448, to nearest even: the upper half has an exponent, the lower one the
-// steps above it. Adding 2^23 steps lets the hardware round. Below 2^-6, steps do not become smaller.
+// The codes of e4m3 of absolute values up to kRoundsDown, to nearest even: the upper half has an exponent, the lower one
+// the steps above it. Adding 2^23 steps lets the hardware round. Below 2^-6, steps do not become smaller.
 INLINE Words code_of(Floats value) {
   const Signed exponent = as<Signed>(value) & 0x7f800000;
   const Signed bounded = exponent > 0x3c800000 ? exponent : Signed{} + 0x3c800000;
@@ -349,7 +349,7 @@ INLINE void raise_largest(const float* weights, int32_t* largest) {
 }
 
 // The maxima of one tile of 64 new weights, and 64 codes.
-template <bool kIsFinite>
+template <bool kFits>
 INLINE void code_tile(const float* weights, const RowCodes& row) {
   if (row.largest != nullptr) {
     for (int k = 0; k < kTile / kGroup; ++k) raise_largest(weights + k * kGroup, row.largest[k]);
@@ -363,7 +363,7 @@ INLINE void code_tile(const float* weights, const RowCodes& row) {
       words[k] = read<Words>(weights + place - row.lag);
       const Words magnitude = words[k] & 0x7fffffffu;
       const float multiplier = row.multipliers[place / kGroup];
-      if (kIsFinite) code[k] = code_of(round_to_bf16(magnitude) * multiplier);
+      if (kFits) code[k] = code_of(round_to_bf16(magnitude) * multiplier);
       else code[k] = bounded_code_of(widen_bf16<Floats>(narrow_bf16(as<Floats>(magnitude))) * multiplier);
     }
     write_codes(code, words, codes + first);
@@ -373,13 +373,13 @@ INLINE void code_tile(const float* weights, const RowCodes& row) {
 }
 
 // Those of fewer weights.
-template <bool kIsFinite>
+template <bool kFits>
 TARGET static void code_tail(const float* weights, int64_t numel, const RowCodes& row) {
   alignas(64) float padded[2][kTile] = {};
   alignas(64) uint8_t codes[kTile];
   __builtin_memcpy(padded[1], weights, numel * 4);
   if (row.codes != nullptr) __builtin_memcpy(padded[0], weights - row.lag, numel * 4);
-  code_tile<kIsFinite>(padded[1], {row.codes == nullptr ? nullptr : codes, row.multipliers, row.largest, kTile, 0});
+  code_tile<kFits>(padded[1], {row.codes == nullptr ? nullptr : codes, row.multipliers, row.largest, kTile, 0});
   if (row.codes != nullptr) __builtin_memcpy(row.codes, codes, numel);
 }
 
@@ -554,15 +554,15 @@ TARGET static void raise_maxima(const int32_t (*largest)[kMostLanes], int64_t nu
   }
 }
 
-template <bool kIsFinite>
+template <bool kFits>
 INLINE void encode_row(const float* weights, int64_t numel, RowCodes row) {
-  for (; numel >= kTile; numel -= kTile, weights += kTile, row.advance(kTile)) code_tile<kIsFinite>(weights, row);
-  if (numel != 0) code_tail<kIsFinite>(weights, numel, row);
+  for (; numel >= kTile; numel -= kTile, weights += kTile, row.advance(kTile)) code_tile<kFits>(weights, row);
+  if (numel != 0) code_tail<kFits>(weights, numel, row);
 }
 
-// Codes of weights again. If all maxima are finite, no value is above 448.
-TARGET static void encode(const float* weights, int64_t numel, const RowCodes& row, bool all_finite) {
-  if (all_finite) encode_row<true>(weights, numel, row);
+// Codes of weights again. If all fit, they are finite, and no value is rounded to more than 448.
+TARGET static void encode(const float* weights, int64_t numel, const RowCodes& row, bool all_fit) {
+  if (all_fit) encode_row<true>(weights, numel, row);
   else encode_row<false>(weights, numel, row);
 }
 

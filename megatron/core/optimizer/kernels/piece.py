@@ -35,6 +35,7 @@ class PieceCodes(NamedTuple):
         quantizer: one that `is_supported`.
         first_row: number of the piece's first row in the whole weight.
         shape: of the whole weight.
+        is_delayed: whether scales are computed from `last_maxima` instead of `maxima`.
     """
 
     codes: torch.Tensor
@@ -43,12 +44,15 @@ class PieceCodes(NamedTuple):
     quantizer: WeightQuantizer
     first_row: int
     shape: tuple[int, int]
+    is_delayed: bool = False
 
     @staticmethod
-    def is_supported(scaling: Scaling) -> bool:
+    def is_supported(scaling: Scaling, is_delayed: bool) -> bool:
         """Whether a pass can make codes of this scaling: few rows share a scale, and all columns
-        or a power of two.
+        or a power of two; with `is_delayed`, a matrix has one scale.
         """
+        if is_delayed:
+            return scaling == Scaling(E4M3, (None, None), margin=scaling.margin)
         plain = Scaling(E4M3, scaling.tile, scaling.kind)
         rows, columns = scaling.tile
         return (
@@ -71,7 +75,7 @@ class PieceCodes(NamedTuple):
             got = (maxima.dtype, maxima.shape)
             if got != expected or not maxima.is_contiguous():
                 raise ValueError(f"Expected contiguous maxima of {expected}, got {got}.")
-        if not self.is_supported(self.quantizer.scaling):
+        if not self.is_supported(self.quantizer.scaling, self.is_delayed):
             raise ValueError(f"Expected a scale for a few rows each, got {self.quantizer}.")
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron.core.low_precision.amax_history import AmaxHistory, Slot, update_histories
+from megatron.core.low_precision.amax_history import AmaxHistory, Slot, advance, update_histories
 from megatron.core.low_precision.recipes import HistoryOptions
 from tests.helpers.ranks import on_ranks
 
@@ -18,7 +18,7 @@ def chosen_after(history: AmaxHistory, *maxima: float) -> list[float]:
     found = []
     for maximum in maxima:
         history.maximum(Slot.INPUTS, torch.tensor([maximum / 2, maximum]))
-        history.advance(history.current)
+        advance([history], history.current[None])
         found.append(history.chosen[Slot.INPUTS].item())
     return found
 
@@ -47,7 +47,7 @@ def test_before_the_first_step_ends_an_operand_is_scaled_by_its_own_maximum() ->
     history = AmaxHistory(HistoryOptions(2, "max"))
     assert history.maximum(Slot.WEIGHT, torch.tensor([2.0, 7.0])).tolist() == [[7.0]]
     assert history.maximum(Slot.WEIGHT, torch.tensor(4.0)).tolist() == [[4.0]]
-    history.advance(history.current)
+    advance([history], history.current[None])
     assert history.maximum(Slot.WEIGHT, torch.tensor(9.0)).tolist() == [[7.0]]
 
 

@@ -22,7 +22,7 @@ from megatron.core.low_precision.formats import (
     scale_of,
 )
 
-FORMATS = {target.name: target for target in (E4M3, E5M2, E2M1)}
+FORMATS = {"e4m3": E4M3, "e5m2": E5M2, "e2m1": E2M1}
 FP32 = st.floats(width=32, allow_nan=False)
 
 

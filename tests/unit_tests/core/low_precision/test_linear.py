@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megatron.core.low_precision.amax_history import AmaxHistory
+from megatron.core.low_precision.amax_history import AmaxHistory, advance
 from megatron.core.low_precision.linear import expert_linear, linear
 from megatron.core.low_precision.recipes import HistoryOptions, Recipe, recipe_named
-from megatron.core.low_precision.scaling import QuantizedWeight, Scaling
+from megatron.core.low_precision.scaling import Operand, QuantizedWeight, Scaling
 
 NAMES = ("tensorwise", "rowwise", "blockwise", "mxfp8", "nvfp4")
 BF16 = torch.bfloat16
@@ -73,6 +73,18 @@ def test_outputs_and_gradients_match_the_quantised_operands(name: str) -> None:
     assert not close(
         output.flatten(0, 1), (inputs.float() @ weight.float().t() + bias).flatten(0, 1)
     )
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_without_tokens_there_are_no_outputs_and_the_weight_has_a_gradient_of_zero(
+    name: str,
+) -> None:
+    inputs, weight = leaves((2, 0, 40), (50, 40))
+    output = linear(recipe_named(name), inputs, weight)
+    assert output.shape == (2, 0, 50)
+    output.sum().backward()
+    assert inputs.grad.shape == (2, 0, 40)
+    assert torch.equal(weight.grad, torch.zeros_like(weight))
 
 
 @pytest.mark.parametrize("rows_are_inputs", [False, True])
@@ -148,6 +160,24 @@ def test_what_waits_for_backward_is_the_codes_of_the_inputs() -> None:
         assert [tensor.shape for tensor in kept] == [weight.shape]
 
 
+def test_without_autograd_only_the_operands_of_the_output_are_quantised(monkeypatch) -> None:
+    quantised: list[Scaling] = []
+    original = Scaling.quantize
+
+    def counted(scaling: Scaling, matrix: Tensor, maxima: Tensor | None = None) -> Operand:
+        quantised.append(scaling)
+        return original(scaling, matrix, maxima)
+
+    monkeypatch.setattr(Scaling, "quantize", counted)
+    recipe = recipe_named("blockwise")
+    inputs, weight = leaves((64, 32), (48, 32))
+    with torch.no_grad():
+        linear(recipe, inputs, weight)
+    assert quantised == [recipe.inputs, recipe.weight]
+    linear(recipe, inputs, weight)
+    assert quantised[2:] == [recipe.inputs, recipe.weight, recipe.inputs_t]
+
+
 def test_delayed_scaling_uses_the_maxima_of_the_step_before() -> None:
     recipe = recipe_named("delayed", history=HistoryOptions(2, "max"))
     assert recipe.history is not None
@@ -162,7 +192,7 @@ def test_delayed_scaling_uses_the_maxima_of_the_step_before() -> None:
     run(1.0)
     maxima = [x.abs().max().float().item() for x in (inputs, weight, gradient)]
     assert history.current.tolist() == maxima
-    history.advance(history.current)
+    advance([history], history.current[None])
     # Ten times as much saturates at the maximum of before.
     found = run(10.0)
     limit = torch.tensor([[maxima[0]]])

@@ -8,6 +8,7 @@ import torch
 from megatron.core.low_precision.products import (
     _has_operator,
     _scaled_mm,
+    _scales,
     padded,
     product,
     swizzled,
@@ -19,9 +20,10 @@ BF16 = torch.bfloat16
 SHAPES = {"aligned": (64, 128, 96), "odd": (5, 37, 11)}
 
 
-def pairs(name: str) -> dict[str, tuple[Scaling, Scaling]]:
+def pairs(name: str, *, one_plane: bool = False) -> dict[str, tuple[Scaling, Scaling]]:
     """The scalings of a recipe's three products."""
     recipe = recipe_named(name)
+    recipe = recipe.with_one_plane() if one_plane else recipe
     gradient_t = recipe.gradient_t or recipe.gradient
     return {
         "fprop": (recipe.inputs, recipe.weight),
@@ -104,9 +106,26 @@ def test_swizzled_scales_are_where_the_formula_says() -> None:
         assert found[512 * block + inside] == scales[row, column]
 
 
+@pytest.mark.parametrize("one_plane", [False, True])
+def test_operators_for_1_x_32_read_the_scale_of_every_row(one_plane: bool) -> None:
+    recipe = recipe_named("mxfp8")
+    scaling = (recipe.with_one_plane() if one_plane else recipe).weight
+    matrix = torch.randn(140, 160, generator=torch.Generator().manual_seed(0))
+    # Of other sizes from tile to tile.
+    matrix *= 2.0 ** torch.arange(140)[:, None].div(20, rounding_mode="floor")
+    operand = scaling.quantize(matrix)
+    flat = _scales(operand, is_right=True).float()
+    row, column = torch.meshgrid(torch.arange(140), torch.arange(5), indexing="ij")
+    block = row // 128 * 2 + column // 4
+    inside = 16 * (row % 32) + 4 * (row % 128 // 32) + column % 4
+    scales = flat[512 * block + inside].repeat_interleave(32, 1)
+    assert torch.equal(operand.codes.float() * scales, operand.dequantize())
+
+
 @pytest.mark.gpu
+@pytest.mark.parametrize("one_plane", [False, True])
 @pytest.mark.parametrize("name", ["delayed", "tensorwise", "rowwise", "blockwise", "mxfp8"])
-def test_a_gpu_has_the_operators_of_its_generation(name: str) -> None:
+def test_a_gpu_has_the_operators_of_its_generation(name: str, one_plane: bool) -> None:
     capability = torch.cuda.get_device_capability()
     device = torch.device("cuda", torch.cuda.current_device())
     expected = {
@@ -116,7 +135,7 @@ def test_a_gpu_has_the_operators_of_its_generation(name: str) -> None:
         "blockwise": capability == (9, 0),
         "mxfp8": capability >= (10, 0),
     }[name]
-    for left, right in pairs(name).values():
+    for left, right in pairs(name, one_plane=one_plane).values():
         assert _has_operator(device, left, right, BF16) == expected
         for inner in (384, 390):  # the latter is padded
             matrices = torch.randn(2, 256, inner, device=device)

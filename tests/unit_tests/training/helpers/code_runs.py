@@ -43,6 +43,7 @@ MIXTURE = {
     "moe_shared_expert_intermediate_size": 64,
 }
 ON_DEVICE = OptimizerConfig()
+LARGEST_OF_STEPS = "delayed, by the largest of several steps"
 
 
 def on_host(fraction: float, **options: Any) -> OptimizerConfig:
@@ -59,6 +60,13 @@ def low_precision(recipe: str, fp8_format: str = "hybrid") -> LowPrecisionConfig
     """The settings of a recipe of either format."""
     if recipe == "nvfp4":
         return LowPrecisionConfig(fp4_format="e2m1")
+    if recipe == LARGEST_OF_STEPS:
+        return LowPrecisionConfig(
+            fp8_format=fp8_format,
+            fp8_margin=1,
+            fp8_amax_history_len=3,
+            fp8_amax_compute_algo="max",
+        )
     return LowPrecisionConfig(fp8_format=fp8_format, fp8_recipe=recipe)
 
 

@@ -49,19 +49,27 @@ def quantizer_of(recipe: str, matrix_rows: int | None = None) -> WeightQuantizer
     return recipe_named(recipe).with_one_plane().weight_quantizer(matrix_rows)
 
 
-def by_torch(weight: Tensor, quantizer: WeightQuantizer) -> Codes:
+def by_torch(weight: Tensor, quantizer: WeightQuantizer, limits: Tensor | None = None) -> Codes:
+    """By the scales of these maxima, or of the weight's."""
     rounded = weight.bfloat16()
     maxima = torch.zeros(quantizer.maxima_shape(weight.shape))
     codes = torch.zeros(weight.shape, dtype=E4M3)
     quantizer.add_maxima(rounded, 0, maxima)
-    quantizer.quantize_rows(rounded, 0, maxima, codes)
+    multipliers, _ = quantizer.scales_of(maxima if limits is None else limits)
+    quantizer.quantize_rows(rounded, 0, multipliers, codes)
     return Codes.of(codes, maxima)
 
 
 def pieces_of(
-    weight: Tensor, quantizer: WeightQuantizer, cuts: list[int], step: AdamStep
+    weight: Tensor,
+    quantizer: WeightQuantizer,
+    cuts: list[int],
+    step: AdamStep,
+    limits: Tensor | None = None,
 ) -> list[Piece]:
-    """One for each rank's rows of a weight, which are between the cuts, with maxima of its own."""
+    """One for each rank's rows of a weight, which are between the cuts, with maxima of its own.
+    `limits`: of delayed scaling.
+    """
     numel, shape = weight.numel(), (len(weight), weight.shape[1])
     generator = torch.Generator().manual_seed(7)
     grad, exp_avg = (torch.randn(numel, generator=generator) for _ in range(2))
@@ -79,13 +87,16 @@ def pieces_of(
         quantizer.add_maxima(weight.bfloat16(), 0, last_maxima)
         last_maxima.view(-1)[::5] = 0.0
         last_maxima.view(-1)[1::7] = torch.inf
+        last_maxima = last_maxima if limits is None else limits
         pieces.append(
             Piece(
                 step,
                 grad[own].bfloat16(),
                 weight.view(-1)[own],
                 {"exp_avg": exp_avg[own], "exp_avg_sq": exp_avg_sq[own]},
-                codes=PieceCodes(codes[own], maxima, last_maxima, quantizer, begin, shape),
+                codes=PieceCodes(
+                    codes[own], maxima, last_maxima, quantizer, begin, shape, limits is not None
+                ),
             )
         )
     return pieces
@@ -106,11 +117,38 @@ def by_pass(
     """Steps the weight as several ranks do, which exchange maxima in between."""
     pieces = pieces_of(weight, quantizer, cuts, step)
     kernel.run(merged(pieces))
-    maxima = torch.stack([codes_in(piece).maxima for piece in pieces]).amax(0)
+    maxima = made_by(pieces, weight).maxima
     pieces = [piece._replace(codes=codes_in(piece)._replace(maxima=maxima)) for piece in pieces]
     kernel.encode(merged(pieces))
+    return made_by(pieces, weight)
+
+
+def made_by(pieces: list[Piece], weight: Tensor) -> Codes:
+    maxima = torch.stack([codes_in(piece).maxima for piece in pieces]).amax(0)
     codes = torch.cat([codes_in(piece).codes.view(torch.uint8) for piece in pieces])
     return Codes.of(codes.view(E4M3).view(weight.shape), maxima)
+
+
+def by_known_scales(
+    kernel: HostAdam,
+    weight: Tensor,
+    quantizer: WeightQuantizer,
+    cuts: list[int],
+    limits: Tensor,
+    step: AdamStep = STEP,
+) -> tuple[Codes, Codes]:
+    """Steps the weight as several ranks do, by the scales of these maxima, and then makes its codes
+    again by the scales of smaller ones.
+    """
+    pieces = pieces_of(weight, quantizer, cuts, step, limits)
+    kernel.run(merged(pieces))
+    found = made_by(pieces, weight)
+    again = [
+        piece._replace(codes=codes_in(piece)._replace(maxima=found.maxima, last_maxima=limits / 2))
+        for piece in pieces
+    ]
+    kernel.encode(merged(again))
+    return found, made_by(again, weight)
 
 
 def expect_equal(found: Codes, expected: Codes) -> None:
@@ -144,11 +182,11 @@ def test_codes_of_all_bf16_values_and_of_random_bits_are_those_of_torch(
         expect_equal(found, by_torch(weight, quantizer))
 
 
-def random_weight(rows: int, columns: int, num_special: int) -> Tensor:
+def random_weight(rows: int, columns: int, num_special: int, smallest: int = -30) -> Tensor:
     """Values over many orders of magnitude, with some special ones."""
     generator = torch.Generator().manual_seed(rows + columns)
     weight = torch.randn(rows, columns, generator=generator)
-    weight *= 10.0 ** torch.randint(-30, 9, (rows, 1), generator=generator)
+    weight *= 10.0 ** torch.randint(smallest, 9, (rows, 1), generator=generator)
     weight[rows // 2] = 0.0
     places = torch.randint(weight.numel(), (num_special,), generator=generator)
     weight.view(-1)[places] = torch.tensor((SPECIAL * num_special)[:num_special])
@@ -195,6 +233,70 @@ def test_rows_that_are_longer_than_what_a_thread_takes_at_a_time_have_the_codes_
     expect_equal(found, by_torch(weight, quantizer))
 
 
+def delayed(margin: int = 0, matrix_rows: int | None = None) -> WeightQuantizer:
+    return recipe_named("delayed", margin=margin).weight_quantizer(matrix_rows)
+
+
+@pytest.mark.parametrize("limit", [3e38, 448.0, 1.0, 1e-39])
+@pytest.mark.parametrize("body", BODIES)
+def test_codes_of_all_bf16_values_by_a_known_scale_are_those_of_torch(
+    kernels: dict[str, HostAdam], body: str, limit: float
+) -> None:
+    limits = torch.full((1, 1), limit)
+    for weight in weights_with_all_bf16_values():
+        found = by_known_scales(kernels[body], weight, delayed(), [], limits, KEEPS_WEIGHTS)
+        for own, other in zip(found, (limits, limits / 2), strict=True):
+            expect_equal(own, by_torch(weight, delayed(), other))
+
+
+# The largest value of a matrix, divided by the one that its scale is of. Codes are rounded down to
+# 448, or saturate, above 464 / 448.
+GROWTH = st.sampled_from([1 / 64, 1.0, 1.03, 1.04, 64.0])
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    st.integers(1, 300),
+    st.integers(1, 600),
+    st.lists(GROWTH, min_size=1, max_size=3),
+    st.lists(st.integers(0, 900), max_size=4),
+    st.integers(0, 3).map(lambda count: count * count),
+    st.sampled_from([0, 0, 3]),
+)
+def test_known_scales_make_the_codes_of_torch_in_one_pass_and_the_maxima_of_all_ranks(
+    kernels: dict[str, HostAdam],
+    rows: int,
+    columns: int,
+    growths: list[float],
+    cuts: list[int],
+    num_special: int,
+    margin: int,
+) -> None:
+    num_matrices = len(growths)
+    quantizer = delayed(margin, rows if num_matrices > 1 else None)
+    before = random_weight(rows * num_matrices, columns, num_special, smallest=5)
+    stepped = before.clone()
+    plain = [piece._replace(codes=None) for piece in pieces_of(stepped, quantizer, cuts, STEP)]
+    kernels[BODIES[0]].run(plain)
+    limits = by_torch(stepped, quantizer).maxima / torch.tensor(growths)[:, None]
+    limits = limits.where(limits.isfinite(), 1e8)
+    expected = [by_torch(stepped, quantizer, own) for own in (limits, limits / 2)]
+    for kernel in kernels.values():
+        weight = before.clone()
+        found = by_known_scales(kernel, weight, quantizer, cuts, limits)
+        assert torch.equal(weight.nan_to_num(7.0), stepped.nan_to_num(7.0))
+        for own, other in zip(found, expected, strict=True):
+            expect_equal(own, other)
+
+
+@pytest.mark.parametrize("body", BODIES)
+def test_known_scales_make_codes_of_long_rows(kernels: dict[str, HostAdam], body: str) -> None:
+    weight, limits = random_weight(290, 9000, 2, smallest=5), torch.full((1, 1), 1e7)
+    found = by_known_scales(kernels[body], weight, delayed(), [40], limits)
+    for own, other in zip(found, (limits, limits / 2), strict=True):
+        expect_equal(own, by_torch(weight, delayed(), other))
+
+
 def test_old_values_are_kept_while_codes_are_made(kernels: dict[str, HostAdam]) -> None:
     weight = random_weight(200, 300, 0)
     before = weight.clone()
@@ -221,6 +323,7 @@ def test_pieces_whose_codes_do_not_fit_are_refused(kernels: dict[str, HostAdam])
         codes._replace(shape=(250, 240)),
         codes._replace(quantizer=recipe_named("tensorwise").weight_quantizer()),
         codes._replace(quantizer=recipe_named("nvfp4").weight_quantizer()),
+        codes._replace(is_delayed=True),
     ]
     for codes in wrong:
         for run in (kernel.run, kernel.encode):
