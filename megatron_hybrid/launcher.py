@@ -34,7 +34,10 @@ from megatron.core.device import kind_of
 from megatron.core.drivers import kernels_of
 from megatron.core.help_format import HelpFormatter
 
-TRY_DEVICE = [sys.executable, "-m", "megatron_hybrid.try_device"]
+# Exits with 0 if the first visible device computes: a lost one may hang, or make others unusable
+# for a process.
+_TRIES = "import sys, torch; sys.exit(torch.ones(1, device=sys.argv[1]).add_(1).item() != 2)"
+TRY_DEVICE = [sys.executable, "-c", _TRIES]
 _SECONDS_OF_A_TRY = 120
 
 
@@ -99,13 +102,17 @@ class _FallbackAgent(LocalElasticAgent):
         super()._initialize_workers(worker_group)
 
     def _fall_back(self, spec: WorkerSpec) -> None:
-        default = ",".join(map(str, range(spec.local_world_size)))
-        usable = self._usable((os.environ.get(self._variable) or default).split(","))
-        fewer = max((number for number in self._numbers if number <= len(usable)), default=None)
-        if len(usable) < spec.local_world_size and fewer is not None:
+        present = spec.local_world_size
+        default = ",".join(map(str, range(present)))
+        names = (os.environ.get(self._variable) or default).split(",")
+        usable = self._usable(names)
+        # There may be more devices than ranks.
+        most = min(present, len(usable))
+        number = max((each for each in (*self._numbers, present) if each <= most), default=None)
+        if usable != names and number is not None:
             os.environ[self._variable] = ",".join(usable)
-            spec.local_world_size = fewer
-            text = f"launch: {len(usable)} devices can be used, continuing with {fewer} ranks"
+            spec.local_world_size = number
+            text = f"launch: {len(usable)} devices can be used, continuing with {number} ranks"
             print(text, file=sys.stderr)
 
     def _usable(self, names: Sequence[str]) -> list[str]:

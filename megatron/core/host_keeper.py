@@ -18,6 +18,7 @@ import ctypes
 import json
 import mmap
 import os
+import resource
 import selectors
 import signal
 import socket
@@ -46,36 +47,42 @@ class Keeper:
     All methods raise KeeperError if the keeper does not respond.
 
     Attributes:
-        files: the sizes in bytes of the files that the rank had as this process connected, by name.
-        died_at: when the rank's last process died, in seconds since 1970; None: there was none.
-        earlier: the ranks that have files on this machine from when the job had another number of
-            ranks, by that number and their rank. They have ended, and get no new files.
+        files: the sizes in bytes of the rank's files, by name.
+        died_at: when the rank's last process died, in seconds since 1970; 0: there was none.
+        earlier: the ranks that have files on this machine, but that it has no longer: the job has
+            another number of ranks now, or they are on another machine. By that number and their
+            rank. They have ended, and get no new files.
     """
 
-    def __init__(self, launcher: int, rank: int, world_size: int) -> None:
+    def __init__(
+        self, launcher: int, rank: int, world_size: int, local_ranks: range | None = None
+    ) -> None:
         """
         Args:
             launcher: process id of the launcher.
             rank: among all ranks of the job. Each has separate files.
             world_size: the number of all ranks.
+            local_ranks: the ranks of this machine; None: all.
         """
         self.files: dict[str, int] = {}
-        self.died_at: float | None = None
+        self.died_at = 0.0
         self.earlier: dict[int, dict[int, Keeper]] = {}
         self._address = b""
         self._launcher = launcher
         self._rank = rank
         self._world_size = world_size
+        self._local_ranks = range(world_size) if local_ranks is None else local_ranks
         self._alive: socket.socket | None = None  # the keeper closes its end when it dies
 
     def connect(self, *, starts: bool) -> None:
-        """Connects, and waits until earlier processes of this rank, and all ranks from when there
-        was another number, have ended.
+        """Connects, and waits until earlier processes of this rank, and all ranks that the machine
+        has no longer, have ended.
 
         Args:
             starts: whether to start a keeper if the machine has none; by one rank of a machine.
         """
         deadline = time.monotonic() + _PATIENCE_SECONDS
+        _raise_descriptor_limit()
         try:
             self._address = _address(self._launcher)
             while not self._reach():
@@ -85,7 +92,8 @@ class Keeper:
                 _pause(deadline, "it did not start")
         except OSError as error:
             raise KeeperError(f"The keeper cannot be used: {error}.") from error
-        while (owner := (found := self._request("claim")[0])["owner"]) is not None:
+        local = [self._local_ranks.start, self._local_ranks.stop]
+        while (owner := (found := self._request("claim", local=local)[0])["owner"]) is not None:
             _pause(deadline, f"process {owner}, which had memory of this job, runs on")
         self.files, self.died_at = found["files"], found["died_at"]
         for world_size, rank, files, died_at in found["earlier"]:
@@ -100,6 +108,7 @@ class Keeper:
         response, descriptors = self._request("open", name=name, nbytes=nbytes)
         if len(descriptors) != 1:
             raise KeeperError(f"The keeper has no memory for {name}: {response['error']}.")
+        self.files[name] = nbytes
         return descriptors[0]
 
     def forget(self) -> None:
@@ -108,7 +117,7 @@ class Keeper:
         self.files = {}
 
     def forget_earlier(self, but: int = 0) -> None:
-        """Drops the files from when the job had another number of ranks than now, or than `but`."""
+        """Drops the files of the `earlier` ranks, unless there were `but` ranks."""
         for world_size in self.earlier.keys() - {but}:
             for rank in self.earlier.pop(world_size).values():
                 rank.forget()
@@ -170,13 +179,11 @@ class KeptMemory:
     Attributes:
         is_restored: whether an earlier process of this rank wrote the contents, which must not be
             initialized.
-        sizes: the bytes of each file that was mapped, by name.
         files: what `map_files` has mapped, by name.
     """
 
     def __init__(self, keeper: Keeper) -> None:
         self.is_restored = False
-        self.sizes: dict[str, int] = {}
         self.files: dict[str, mmap.mmap] = {}
         self._keeper = keeper
         self._numbers: Counter[str] = Counter()
@@ -193,7 +200,6 @@ class KeptMemory:
         """
         name = f"{purpose} {self._numbers[purpose]}"
         self._numbers[purpose] += 1
-        self.sizes[name] = nbytes
         mapping = self._map(name, nbytes)
         self._ranges[name] = _addresses(mapping)
         return mapping
@@ -212,18 +218,11 @@ class KeptMemory:
         """Maps all files of an earlier process. KeeperError unless they have these sizes."""
         if self._keeper.files != sizes:
             raise KeeperError(f"The kept memory is {self._keeper.files} instead of {sizes}.")
+        self.is_restored = True
         self.files = {name: self._map(name, sizes[name]) for name in sorted(sizes)}
         for name, mapping in self.files.items():
             # Mappings of `map` outlive these, whose addresses may be used again.
             self._ranges.setdefault(name, _addresses(mapping))
-
-    def forget(self) -> None:
-        """Drops all files. Files that are mapped later are new ones."""
-        self.is_restored = False
-        self._numbers.clear()
-        self.sizes.clear()
-        self._ranges.clear()
-        self._keeper.forget()
 
     def _map(self, name: str, nbytes: int) -> mmap.mmap:
         descriptor = self._keeper.open(name, nbytes)
@@ -233,6 +232,8 @@ class KeptMemory:
             if found != nbytes:
                 raise KeeperError(f"The kept memory {name} has {found} bytes instead of {nbytes}.")
             return mmap.mmap(descriptor, nbytes, mmap.MAP_SHARED)
+        except OSError as error:
+            raise KeeperError(f"The kept memory {name} cannot be mapped: {error}.") from error
         finally:
             os.close(descriptor)
 
@@ -334,6 +335,14 @@ def _peer(connection: socket.socket) -> tuple[int, int, int]:
     return pid, user, group
 
 
+def _raise_descriptor_limit() -> None:
+    """Each file takes a descriptor, also of a process that has it mapped, and the usual limit of
+    1024 is less than ranks of many modules need.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 1 << 16)), hard))
+
+
 def _start(launcher: int) -> None:
     """Starts a keeper in a separate session: a launcher ends the sessions of its ranks."""
     subprocess.Popen(
@@ -355,7 +364,7 @@ class _Rank:
     def __init__(self) -> None:
         self.files: dict[str, tuple[int, int]] = {}  # descriptor and size
         self.owner: int | None = None  # process id of the process that has the files
-        self.died_at: float | None = None
+        self.died_at = 0.0
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -431,7 +440,12 @@ class _Server:
         rank = self._ranks.setdefault((world_size, number), _Rank())
         match request["what"]:
             case "claim":
-                others = {at: own for at, own in self._ranks.items() if at[0] != world_size}
+                local = range(*request["local"])
+                others = {
+                    at: own
+                    for at, own in self._ranks.items()
+                    if at[0] != world_size or at[1] not in local
+                }
                 owners = [own.owner for own in others.values() if own.owner is not None]
                 return {
                     "owner": owners[0] if owners else self._claim(rank, pid),
@@ -459,17 +473,24 @@ class _Server:
 
     def _open(self, rank: _Rank, name: str, nbytes: int) -> tuple[dict[str, Any], list[int]]:
         if name not in rank.files:
-            descriptor = os.memfd_create(f"rank memory: {name}"[:200], os.MFD_CLOEXEC)
             try:
-                os.ftruncate(descriptor, nbytes)
+                rank.files[name] = (_created(name, nbytes), nbytes)
             except OSError as error:
-                os.close(descriptor)
                 return {"error": str(error)}, []
-            rank.files[name] = (descriptor, nbytes)
         descriptor, size = rank.files[name]
         if size != nbytes:
             return {"error": f"it has {size} bytes, not {nbytes}"}, []
         return {}, [descriptor]
+
+
+def _created(name: str, nbytes: int) -> int:
+    descriptor = os.memfd_create(f"rank memory: {name}"[:200], os.MFD_CLOEXEC)
+    try:
+        os.ftruncate(descriptor, nbytes)
+    except OSError:
+        os.close(descriptor)
+        raise
+    return descriptor
 
 
 class _Asking:

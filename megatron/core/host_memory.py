@@ -130,8 +130,9 @@ class HostSlab:
         self._begin = -address % _HUGE_PAGE if kept is None else 0
         _advise(mapping, self._begin, self.nbytes)
 
-        # Before the first touch, when a page gets its place. Pinning touches all of them.
-        node = device.numa_node
+        # Before the first touch, when a page gets its place. Pinning touches all of them. Restored
+        # memory has its places, and contents that must not be written over.
+        node = None if kept is not None and kept.is_restored else device.numa_node
         if node is not None and not prefer_node(address + self._begin, self.nbytes, node):
             touch_from_node(address + self._begin, self.nbytes, node)
         if self.is_pinned:

@@ -293,7 +293,7 @@ class ModuleEngine:
 
     def finish_batch(
         self,
-        finish: Callable[[float | None], None],
+        finish: Callable[..., None],
         result: StepResult,
         grad_divisor: float,
         options: Sequence[Mapping[str, Any]],
@@ -302,7 +302,8 @@ class ModuleEngine:
         recorded of it.
 
         Args:
-            finish: see `DistributedOptimizer.finish_step`.
+            finish: finishes the updates, given `grad_scale`, the factor of the gradients; None: the
+                step was skipped.
             options: of the optimizer's groups.
         """
         state = self.state
@@ -312,7 +313,8 @@ class ModuleEngine:
             group.update(own)
         update_histories(self._histories, self.mesh.get_group())
         norm = math.nan if result.is_skipped else result.grad_norm
-        state.optimizer.finish_step(finish, norm, grad_divisor=grad_divisor)
+        if not state.optimizer.step(norm, finish, grad_divisor=grad_divisor):
+            finish(grad_scale=None)
         result = end_step(state.model, state.optimizer, result)
         return self._counted_step(result, learning_rate)
 

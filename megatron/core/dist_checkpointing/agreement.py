@@ -58,7 +58,7 @@ def on_first_rank(action: Callable[[], T], what: str) -> T:
         )
         content = encoded or b"" if failure is None else _encode_error(failure)
 
-    answer = _decode(_first_content(content)[1])
+    answer = _decode(first_content(content)[1])
     # Only after the exchange, which the other ranks wait for.
     if failure is not None:
         raise failure
@@ -78,7 +78,7 @@ def on_all_ranks(action: Callable[[], T]) -> T:
     """
     result, error = _attempt(action, "")
     # Usually no rank has failed, and the ranks exchange only lengths.
-    rank, content = _first_content(b"" if error is None else _encode_error(error))
+    rank, content = first_content(b"" if error is None else _encode_error(error))
     if not content:
         returned: T = result  # type: ignore[assignment]  # it has not failed
         return returned
@@ -94,11 +94,45 @@ def on_all_ranks(action: Callable[[], T]) -> T:
 
 def sum_of_ranks(value: int) -> int:
     """The sum of a number over the default process group, on every rank."""
+    return _reduced(value, dist.ReduceOp.SUM)
+
+
+def least_of_ranks(value: int) -> int:
+    """The least of all numbers in the default process group, on every rank."""
+    return _reduced(value, dist.ReduceOp.MIN)
+
+
+def first_content(content: bytes) -> tuple[int, bytes]:
+    """The first rank of the default process group whose content is not empty, and its content."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
-        return value
+        return 0, content
+
+    device, num_ranks = _device_of_group(), dist.get_world_size()
+    own_size = torch.tensor([len(content)], dtype=torch.int64, device=device)
+    sizes = [torch.empty_like(own_size) for _ in range(num_ranks)]
+    with issuing("all-gather of lengths", own_size):
+        dist.all_gather(sizes, own_size)
+    rank, size = next(((i, int(each)) for i, each in enumerate(sizes) if each), (0, 0))
+    # Before memory of that size is allocated.
+    if not 0 <= size <= _MOST_BYTES:
+        raise RuntimeError(f"Expected 0 to {_MOST_BYTES} bytes from another rank, got {size}.")
+    if not size:
+        return rank, b""
+
+    shared = torch.empty(size, dtype=torch.uint8, device=device)
+    if rank == dist.get_rank():
+        shared.copy_(torch.frombuffer(bytearray(content), dtype=torch.uint8))
+    with issuing(f"broadcast of {size} bytes", shared):
+        dist.broadcast(shared, src=rank)
+    return rank, shared.cpu().numpy().tobytes()
+
+
+def _reduced(value: int, op: dist.ReduceOp.RedOpType) -> int:
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return int(value)
     total = torch.tensor([value], dtype=torch.int64, device=_device_of_group())
     with issuing("all-reduce of a number", total):
-        dist.all_reduce(total)
+        dist.all_reduce(total, op)
     return int(total)
 
 
@@ -141,31 +175,6 @@ def _decoded_error(message: dict[str, Any]) -> CheckpointError | ConfigError:
         case {"error": [str(kind), str(text)]} if len(message) == 1 and kind in _KINDS:
             return _KINDS[kind](text)
     raise RuntimeError(f"Expected a result or an error of another rank, got {str(message)[:80]!r}.")
-
-
-def _first_content(content: bytes) -> tuple[int, bytes]:
-    """The first rank of the default process group whose content is not empty, and its content."""
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return 0, content
-
-    device, num_ranks = _device_of_group(), dist.get_world_size()
-    own_size = torch.tensor([len(content)], dtype=torch.int64, device=device)
-    sizes = [torch.empty_like(own_size) for _ in range(num_ranks)]
-    with issuing("all-gather of lengths", own_size):
-        dist.all_gather(sizes, own_size)
-    rank, size = next(((i, int(each)) for i, each in enumerate(sizes) if each), (0, 0))
-    # Before memory of that size is allocated.
-    if not 0 <= size <= _MOST_BYTES:
-        raise RuntimeError(f"Expected 0 to {_MOST_BYTES} bytes from another rank, got {size}.")
-    if not size:
-        return rank, b""
-
-    shared = torch.empty(size, dtype=torch.uint8, device=device)
-    if rank == dist.get_rank():
-        shared.copy_(torch.frombuffer(bytearray(content), dtype=torch.uint8))
-    with issuing(f"broadcast of {size} bytes", shared):
-        dist.broadcast(shared, src=rank)
-    return rank, shared.cpu().numpy().tobytes()
 
 
 def _device_of_group() -> torch.device:

@@ -10,7 +10,7 @@ same coefficient unscales the gradients; reported norms are of unscaled gradient
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from typing import Any, Protocol
 
@@ -159,7 +159,8 @@ class DistributedOptimizer:
         Args:
             grad_norm: what `grad_norm` returned, divided by `grad_divisor`; the same on every rank.
                 Not finite: the gradients are not to be used.
-            planned: what `plan_step` has answered since the gradients are there.
+            planned: what `plan_step` has answered since the gradients are there, or what steps
+                instead.
             grad_divisor: a divisor of the gradients, besides the loss scale; the
                 same on every rank.
 
@@ -173,25 +174,6 @@ class DistributedOptimizer:
         if is_finite:
             self._step_scaled(self._grad_scale(grad_norm, loss_scale * grad_divisor), planned)
         return is_finite
-
-    def finish_step(
-        self,
-        finish: Callable[[float | None], None],
-        grad_norm: float,
-        *,
-        grad_divisor: float = 1.0,
-    ) -> None:
-        """As `step`, but finishes the step of earlier processes in kept memory.
-
-        Args:
-            finish: finishes the updates, given the factor of the gradients; None: the step was
-                skipped.
-        """
-        loss_scale, is_finite = self.loss_scale, math.isfinite(grad_norm)
-        if self.loss_scaler is not None:
-            self.loss_scaler = self.loss_scaler.after(found_inf=not is_finite)
-        scale = self._grad_scale(grad_norm, loss_scale * grad_divisor) if is_finite else None
-        finish(scale)
 
     def _grad_scale(self, grad_norm: float, divisor: float) -> float:
         """The factor of gradients that are `divisor` times too large."""

@@ -1,5 +1,5 @@
-"""`KeptRank`: the records of a rank in kept memory (kept_state.py). `EarlierRanks`: all ranks from
-when the job had another number of them, which another number of ranks continues from.
+"""`KeptRank`: the records of a rank in kept memory (kept_state.py). `EarlierRanks`: the ranks whose
+state a start continues from, with the same number of them or another.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from megatron.core.dist_checkpointing.state.param_groups import PARAM_GROUPS
 from megatron.core.host_keeper import Keeper, KeeperError, KeptMemory, Records
 from megatron.core.host_memory import HostLimits
 from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDeviceOptimizer
-from megatron.core.optimizer.cpu_offloading.kept_layout import KeptArray, KeptBucket
-from megatron.core.optimizer.cpu_offloading.kept_updates import Landed, find_damage
+from megatron.core.optimizer.cpu_offloading.kept_layout import KeptArray, KeptBucket, Landed
+from megatron.core.optimizer.cpu_offloading.kept_updates import find_damage
 from megatron.core.optimizer.state_tensors import STEP
 
 logger = logging.getLogger(__name__)
@@ -43,11 +43,13 @@ class KeptRank(Records):
     Attributes:
         keeper: the rank's.
         memory: its memory, in which the records are.
+        built: the record of `write_built` of an earlier process, once its files are mapped.
     """
 
     def __init__(self, keeper: Keeper) -> None:
         self.keeper = keeper
         self.memory = KeptMemory(keeper)
+        self.built: dict[str, Any] = {}
         super().__init__(self.memory, KINDS)
 
     def write_built(
@@ -62,34 +64,35 @@ class KeptRank(Records):
         ]
         built = {
             "identity": identity,
-            "sizes": self.memory.sizes,
+            "sizes": self.keeper.files,
             "tensors": placed,
             "buckets": optimizer.kept_buckets(self.memory, contents.names),
         }
         self.write("built", 1, json.dumps(built).encode())
 
-    def built(self) -> dict[str, Any]:
-        """The record of `write_built`; empty without one."""
-        content = self.read("built").get(1)
-        return {} if content is None else json.loads(content)
+    @property
+    def buckets(self) -> list[KeptBucket]:
+        """Its buckets, of `built`."""
+        return [KeptBucket.from_plain(*bucket) for bucket in self.built["buckets"]]
 
     def map_files(self, identity: str) -> bool:
         """Maps all files if a run with these settings has written them. KeeperError if some are
         missing or have another size.
         """
-        built = self.built()
-        if built.get("identity") == identity:
-            self.memory.map_files(built["sizes"])
-        return bool(self.memory.files)
+        built = json.loads(self.read("built").get(1, b"{}"))
+        if built.get("identity") != identity:
+            return False
+        self.memory.map_files(built["sizes"])
+        self.built = built
+        return True
 
     def last_decided(self) -> int:
         """The number of the last step that the rank has decided; 0 without any."""
-        return max(self.read("decided"), default=0) if self.memory.files else 0
+        return max(self.read("decided"), default=0) if self.built else 0
 
     def can_finish(self, number: int) -> bool:
         """Whether the rank has the records to finish a step that was decided."""
-        kinds = ("landed", "ended")
-        return bool(self.memory.files) and all(number in self.read(kind) for kind in kinds)
+        return bool(self.built) and all(number in self.read(kind) for kind in ("landed", "ended"))
 
     def is_damaged(self, number: int, rank: int) -> bool:
         """Whether weights and states are not as a step left them; warns if so."""
@@ -100,19 +103,21 @@ class KeptRank(Records):
 
 
 class EarlierRanks:
-    """Ranks that have ended, with all of a state that another number of ranks continues from. This
-    is a `ReadableTensors` of main weights and states while it loads.
+    """Ranks that have ended, whose state this start continues from: in place, the earlier process
+    of this rank; otherwise, all of another number of ranks. This is a `ReadableTensors` of their
+    main weights and states while it loads.
 
     Attributes:
-        ranks: all of them, in order.
-        number: of the last step that any of them has decided.
+        ranks: in order.
+        number: of the step to finish, the last one that any rank has decided.
+        is_in_place: whether this process uses the memory of the earlier one.
         path, tensors, plain: see `ReadableTensors`.
     """
 
-    def __init__(self, ranks: Sequence[KeptRank]) -> None:
-        """Use `find`."""
+    def __init__(self, ranks: Sequence[KeptRank], number: int, *, is_in_place: bool) -> None:
         self.ranks = ranks
-        self.number = max(rank.last_decided() for rank in ranks)
+        self.number = number
+        self.is_in_place = is_in_place
         self.path = SOURCE
         self.tensors: dict[str, SavedTensor] = {}
         self.plain: Sequence[str] = ()
@@ -128,10 +133,10 @@ class EarlierRanks:
             with suppress(KeeperError):
                 ranks = [KeptRank(keepers[rank]) for rank in sorted(keepers)]
                 if len(ranks) == world_size and all(rank.map_files(identity) for rank in ranks):
-                    found = cls(ranks)
-                    can_finish = all(rank.can_finish(found.number) for rank in ranks)
-                    if can_finish and (newest is None or found.number > newest.number):
-                        newest = found
+                    number = max(rank.last_decided() for rank in ranks)
+                    can_finish = all(rank.can_finish(number) for rank in ranks)
+                    if can_finish and (newest is None or number > newest.number):
+                        newest = cls(ranks, number, is_in_place=False)
         return newest
 
     def fit(self) -> bool:
@@ -144,7 +149,7 @@ class EarlierRanks:
 
     def are_damaged(self) -> bool:
         """`KeptRank.is_damaged` for this process's share of the ranks."""
-        return any(self.ranks[rank].is_damaged(self.number, rank) for rank in self._share())
+        return any(self.ranks[rank].is_damaged(self.number, rank) for rank in self._share)
 
     def finish(
         self,
@@ -153,19 +158,23 @@ class EarlierRanks:
         landed: Sequence[Sequence[Landed]],
         grad_scale: float | None,
     ) -> None:
-        """Finishes the last step of the ranks in their memory, and loads this process's main
-        weights and states from there. All processes call it together.
+        """Finishes the step of the ranks in their memory, and takes over this process's main
+        weights and states, or loads them from there. All processes call it together.
 
         Args:
-            landed: of every rank.
-            grad_scale: see `HybridDeviceOptimizer.finish_step`.
+            landed: of every one of `ranks`.
+            grad_scale: the factor of the gradients; None: the step was skipped.
 
         Raises:
-            CheckpointError: if the ranks lack some elements.
+            CheckpointError: on all processes, for damage, and if the ranks lack some elements.
         """
         if grad_scale is not None:
             on_all_ranks(lambda: self._finish_share(optimizer, landed, grad_scale))
-        on_all_ranks(lambda: self._load(model, optimizer, landed[0], grad_scale is not None))
+        counts = [own.counts_after(grad_scale is not None) for own in landed[0]]
+        if self.is_in_place:
+            optimizer.take_over(counts)
+        else:
+            on_all_ranks(lambda: self._load(model, optimizer, counts))
 
     def read(self, key: str, offsets: Sequence[int], out: torch.Tensor) -> int:
         """As `PublishedCheckpoint.read`."""
@@ -177,7 +186,11 @@ class EarlierRanks:
                 out[overlap.within(wanted.offsets).slices()].copy_(own)
         return out.nbytes
 
+    @property
     def _share(self) -> range:
+        """The numbers of the ranks whose memory this process verifies and finishes."""
+        if self.is_in_place:
+            return range(1)
         return range(dist.get_rank(), len(self.ranks), dist.get_world_size())
 
     def _finish_share(
@@ -186,26 +199,22 @@ class EarlierRanks:
         landed: Sequence[Sequence[Landed]],
         grad_scale: float,
     ) -> None:
-        for number in self._share():
+        for number in self._share:
             rank, own = self.ranks[number], landed[number]
-            optimizer.finish_earlier(self.number, rank.memory, _buckets(rank), own, grad_scale)
+            optimizer.finish_kept(self.number, rank.memory, rank.buckets, own, grad_scale)
 
     def _load(
-        self,
-        model: nn.Module,
-        optimizer: HybridDeviceOptimizer,
-        landed: Sequence[Landed],
-        is_stepped: bool,
+        self, model: nn.Module, optimizer: HybridDeviceOptimizer, counts: Sequence[Sequence[int]]
     ) -> None:
         self._add_parts()
-        self._add_counts(landed, is_stepped)
+        self._add_counts(counts)
         contents = _contents(model, optimizer)
         load_entries(self, contents, check_contents(self, contents, [PARAM_GROUPS]))
 
     def _add_parts(self) -> None:
         """Adds the tensors of which each rank has some boxes."""
         for rank in self.ranks:
-            for key, shape, offsets, array in rank.built()["tensors"]:
+            for key, shape, offsets, array in rank.built["tensors"]:
                 part = KeptArray(*array).tensor(rank.memory)
                 self.tensors[key] = SavedTensor(key, part.dtype, tuple(shape), ())
                 # Ranks may have the same box.
@@ -220,15 +229,14 @@ class EarlierRanks:
                 f"Expected whole tensors in {SOURCE}, got parts of {few(missing)}."
             )
 
-    def _add_counts(self, landed: Sequence[Landed], is_stepped: bool) -> None:
+    def _add_counts(self, counts: Sequence[Sequence[int]]) -> None:
         """Adds the parameters' counters of steps, which are not in kept memory."""
-        for bucket, before in zip(_buckets(self.ranks[0]), landed, strict=True):
-            for index, (slot, count) in enumerate(zip(bucket.slots, before.counts, strict=True)):
-                now = torch.tensor(float(count + (is_stepped and index in before.stepped)))
+        for bucket, own in zip(self.ranks[0].buckets, counts, strict=True):
+            for slot, count in zip(bucket.slots, own, strict=True):
                 for name in slot.names:
-                    key = f"optimizer.state.{name}.{STEP}"
-                    self.tensors[key] = SavedTensor(key, now.dtype, (), ())
-                    self._parts[key] = {Box.whole(()): now}
+                    key, step = f"optimizer.state.{name}.{STEP}", torch.tensor(float(count))
+                    self.tensors[key] = SavedTensor(key, step.dtype, (), ())
+                    self._parts[key] = {Box.whole(()): step}
 
 
 def _contents(model: nn.Module, optimizer: HybridDeviceOptimizer) -> Contents:
@@ -236,7 +244,3 @@ def _contents(model: nn.Module, optimizer: HybridDeviceOptimizer) -> Contents:
     rank, world_size = dist.get_rank(), dist.get_world_size()
     contents = collect(model, optimizer, rank=rank, world_size=world_size)
     return replace(contents, groups=[own for own in contents.groups if own.unit is not None])
-
-
-def _buckets(rank: KeptRank) -> list[KeptBucket]:
-    return [KeptBucket.from_plain(*bucket) for bucket in rank.built()["buckets"]]

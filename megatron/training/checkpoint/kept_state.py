@@ -27,31 +27,30 @@ decided: until then, a restart loads from the earlier files again.
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import io
 import json
 import logging
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from megatron.core.device import Device
+from megatron.core.dist_checkpointing.agreement import first_content, least_of_ranks
 from megatron.core.dist_checkpointing.errors import CheckpointError
 from megatron.core.host_keeper import Keeper, KeeperError, KeptMemory
-from megatron.core.issued_collectives import issuing
 from megatron.core.low_precision.amax_history import AmaxHistory
 from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDeviceOptimizer
-from megatron.core.optimizer.cpu_offloading.kept_updates import Landed
+from megatron.core.optimizer.cpu_offloading.kept_layout import Landed
 from megatron.core.options import ConfigError
 from megatron.training.checkpoint.kept_ranks import KINDS, SOURCE, EarlierRanks, KeptRank
 from megatron.training.checkpoint.load_extras import RunData
+from megatron.training.checkpoint.loading import Loaded
 from megatron.training.checkpoint.run_info import RecoverInfo
 from megatron.training.config import RunConfig
 from megatron.training.engines import ModuleEngine
@@ -61,62 +60,46 @@ from megatron.training.step import StepResult
 
 logger = logging.getLogger(__name__)
 
-_NEVER = 2**62  # as a time in milliseconds
-
-
-class Restored(NamedTuple):
-    """The state that a run continues from.
-
-    Attributes:
-        info: the plain data of its run.
-        unreported: the result of the last step, if that was not reported, evaluated and saved yet.
-        failed_at: when the first rank had died, in seconds since 1970.
-    """
-
-    info: RecoverInfo
-    unreported: StepResult | None
-    failed_at: float
-
 
 class KeptState:
-    """Records the steps of an engine, and restores it. A `StepJournal`.
+    """Records the steps of an engine, and restores it. A `StepJournal`."""
 
-    Attributes:
-        is_found: whether there is a state to `restore`.
-    """
+    _rank: KeptRank  # this process's records, once it is known which memory it has
 
-    def __init__(self, config: RunConfig, device: Device, keeper: Keeper, identity: str) -> None:
+    def __init__(
+        self, config: RunConfig, launch: Launch, device: Device, keeper: Keeper, identity: str
+    ) -> None:
         """Use `open`."""
-        self.is_found = False
         self._config = config
+        self._launch = launch
         self._device = device
         self._keeper = keeper
         self._identity = identity
-        self._rank = KeptRank(keeper)
         self._earlier: EarlierRanks | None = None  # to restore the state of
         self._engine: ModuleEngine | None = None
-        self._number = 0  # of the step to restore
         self._has_warned = False
 
     @classmethod
     def open(cls, config: RunConfig, launch: Launch, device: Device) -> KeptState | None:
-        """Connects to the keeper, and finds out whether there is a state that all ranks can
-        continue from (`is_found`), in their memory (`memory.is_restored`) or in that of another
-        number of ranks. All ranks call it together.
+        """Connects to the keeper, and finds a state to `restore` that all ranks can continue from,
+        in their memory (`memory.is_restored`) or in that of another number of ranks. All ranks call
+        it together.
 
         Returns:
             None, after a warning, if any rank has no keeper.
         """
-        keeper = Keeper(os.getppid(), launch.rank, launch.world_size)
-        kept, earlier = None, None
+        first, identity = launch.rank - launch.local_rank, _identity(config)
+        local_ranks = range(first, first + launch.local_world_size)
+        keeper = Keeper(os.getppid(), launch.rank, launch.world_size, local_ranks)
+        own, others = None, None
         try:
             keeper.connect(starts=launch.local_rank == 0)
-            kept = cls(config, device, keeper, _identity(config))
-            earlier = EarlierRanks.find(keeper, kept._identity)
-            kept._rank.map_files(kept._identity)
+            own = KeptRank(keeper)
+            others = EarlierRanks.find(keeper, identity)
+            own.map_files(identity)
         except KeeperError as error:
             logger.warning("%s", error)
-        if not _least(kept is not None, device) or kept is None:
+        if not least_of_ranks(own is not None) or own is None:
             logger.warning("--keep-host-state has no effect: a rank has no keeper")
             with suppress(KeeperError):
                 keeper.forget()
@@ -124,9 +107,11 @@ class KeptState:
             keeper.close()
             return None
 
-        kept._agree(earlier)
+        kept = cls(config, launch, device, keeper, identity)
+        kept._earlier = kept._chosen(own, others)
+        del own, others  # or files that are dropped would keep their memory
         kept._drop_the_rest()
-        if not kept.is_found and launch.restart_count and launch.rank == 0:
+        if kept._earlier is None and launch.restart_count and launch.rank == 0:
             logger.warning("there is no kept host state that all ranks can continue from")
         return kept
 
@@ -144,30 +129,25 @@ class KeptState:
     # Recording
 
     def landed(self) -> None:
-        optimizer = self._optimizer
         content = {
-            "landed": [tuple(own) for own in optimizer.land()],
+            "landed": [tuple(own) for own in self._optimizer.land(self._coming)],
             "rng": rng_state(self._device),
             "buffers": {name: own.cpu() for name, own in _buffers(self._own_engine.model)},
         }
         self._rank.write("landed", self._coming, _packed(content))
 
     def decided(self, result: StepResult, grad_divisor: float) -> None:
-        optimizer = self._optimizer
         content = {
-            "result": {
-                field.name: getattr(result, field.name) for field in dataclasses.fields(result)
-            },
+            "result": vars(result),
             "grad_divisor": grad_divisor,
             "options": [
                 {name: value for name, value in group.items() if _is_plain(value)}
-                for group in optimizer.param_groups
+                for group in self._optimizer.param_groups
             ],
         }
         self._rank.write("decided", self._coming, _packed(content))
         with suppress(KeeperError):
             self._keeper.forget_earlier()
-        optimizer.number_step(self._coming)
         if not self._has_warned and not self._keeper.is_alive:
             self._has_warned = True
             logger.warning(
@@ -188,25 +168,28 @@ class KeptState:
 
     # Restoring
 
-    def restore(self) -> Restored:
+    def restore(self) -> Loaded | None:
         """Finishes the last step of the earlier processes, and restores the rest of the state. All
         ranks call it together.
+
+        Returns:
+            None if there is no such state.
 
         Raises:
             CheckpointError, ConfigError, ValueError: if a record does not fit this run. The next
                 start resumes from a checkpoint.
         """
+        earlier, self._earlier = self._earlier, None
         try:
-            return self._restored()
+            return None if earlier is None else self._restored(earlier)
         except (CheckpointError, ConfigError, ValueError):
             self.forget()
             raise
 
-    def _restored(self) -> Restored:
-        engine, number, earlier = self._own_engine, self._number, self._earlier
-        state, model, optimizer = engine.state, engine.model, self._optimizer
-        ranks = [self._rank] if earlier is None else earlier.ranks
-        decided = _unpacked(self._decided(ranks))
+    def _restored(self, earlier: EarlierRanks) -> Loaded:
+        engine, ranks, number = self._own_engine, earlier.ranks, earlier.number
+        state, model = engine.state, engine.model
+        decided = _unpacked(_decided(earlier))
         before = _info(ranks[0], number)
         RunData.of(self._config.checkpoint, self._config.schedule, state, before, SOURCE).install(
             state
@@ -217,14 +200,12 @@ class KeptState:
             buffer.copy_(torch.stack([step["buffers"][name] for step in steps]).amax(0))
         landed = [[Landed(*each) for each in step["landed"]] for step in steps]
         result = engine.finish_batch(
-            partial(optimizer.finish_step, number, landed[0])
-            if earlier is None
-            else partial(earlier.finish, model, optimizer, landed),
+            partial(earlier.finish, model, self._optimizer, landed),
             StepResult(**decided["result"]),
             decided["grad_divisor"],
             decided["options"],
         )
-        if earlier is None:
+        if earlier.is_in_place:
             set_rng_state(self._device, steps[0]["rng"])
         else:
             logger.info(
@@ -232,75 +213,53 @@ class KeptState:
                 len(ranks),
             )
 
-        has_ended = self._least(all(number + 1 in rank.read("ended") for rank in ranks)) == 1
-        died_at = min(_milliseconds(rank.keeper.died_at) for rank in ranks)
-        failed_at = self._least(died_at) / 1000
-        self._earlier = None
+        has_ended = least_of_ranks(all(number + 1 in rank.read("ended") for rank in ranks))
+        died_at = min(rank.keeper.died_at for rank in ranks)
+        failed_at = least_of_ranks(int(1000 * died_at)) / 1000
         if has_ended:
-            return Restored(_info(ranks[0], number + 1), None, failed_at)
-        return Restored(before, result, failed_at)
+            return Loaded(None, _info(ranks[0], number + 1), [], failed_at=failed_at)
+        return Loaded(None, before, [], unreported=result, failed_at=failed_at)
 
-    def _agree(self, earlier: EarlierRanks | None) -> None:
-        """Finds the last step that any rank has decided, and whether all can finish it: in their
-        memory, or in that of another number of ranks.
+    def _chosen(self, own: KeptRank, others: EarlierRanks | None) -> EarlierRanks | None:
+        """The state that all ranks continue from: with the last step that any rank has decided, if
+        all can finish it, in their memory, or in that of another number of ranks.
         """
-        number, rank = -self._least(-self._rank.last_decided()), dist.get_rank()
-        can_finish = self._rank.can_finish(number) and not self._rank.is_damaged(number, rank)
-        if not self._least(can_finish):
+        number = -least_of_ranks(-own.last_decided())
+        can_finish = own.can_finish(number) and not own.is_damaged(number, self._launch.rank)
+        if not least_of_ranks(can_finish):
             number = 0
         # All ranks must have found the same earlier ones.
-        found = 0 if earlier is None else (earlier.number << 32) + len(earlier.ranks)
-        if self._least(found) == -self._least(-found) and found >> 32 > number:
-            self._earlier, number = earlier, found >> 32
-        self._number, self.is_found = number, number > 0
-        self.memory.is_restored = self.is_found and self._earlier is None
-        self.memory.files = {}
+        found = 0 if others is None else (others.number << 32) + len(others.ranks)
+        if least_of_ranks(found) == -least_of_ranks(-found) and found >> 32 > number:
+            return others
+        return EarlierRanks([own], number, is_in_place=True) if number else None
 
     def _drop_the_rest(self) -> None:
         """Drops all files that the run does not continue from; also the earlier ranks' if they are
         damaged, or if the machine has no memory for a second state.
         """
-        if not self.memory.is_restored:
-            self.memory.forget()
-            self._rank = KeptRank(self._keeper)
-        earlier = self._earlier
-        self._keeper.forget_earlier(but=0 if earlier is None else len(earlier.ranks))
-        if earlier is None:
+        is_in_place = self._earlier is not None and self._earlier.is_in_place
+        if not is_in_place:
+            self._keeper.forget()
+        self._rank = KeptRank(self._keeper)
+        self.memory.is_restored = is_in_place
+        others = None if is_in_place else self._earlier
+        self._keeper.forget_earlier(but=0 if others is None else len(others.ranks))
+        least_of_ranks(True)  # wait until that memory is free
+        if others is None:
             return
-        self._least(True)  # wait until that memory is free
-        has_room = self._least(earlier.fit())
-        if not has_room and dist.get_rank() == 0:
+        has_room = least_of_ranks(others.fit())
+        if not has_room and self._launch.rank == 0:
             logger.warning(
                 "the host has no memory for a second state, which a change from %d ranks to %d "
                 "needs meanwhile",
-                len(earlier.ranks),
-                dist.get_world_size(),
+                len(others.ranks),
+                self._launch.world_size,
             )
-        if not has_room or not self._least(not earlier.are_damaged()):
+        if not has_room or not least_of_ranks(not others.are_damaged()):
             self._keeper.forget_earlier()
-            self._earlier, self.is_found = None, False
-
-    def _decided(self, ranks: Sequence[KeptRank]) -> bytes:
-        """The record of the decision, which some ranks may lack."""
-        found = (rank.read("decided").get(self._number) for rank in ranks)
-        own = next((content for content in found if content is not None), None)
-        rank = dist.get_rank()
-        source = self._least(rank if own is not None else dist.get_world_size())
-        content = own or b""
-        size = self._least(len(content) if rank == source else _NEVER)
-        data = torch.zeros(size, dtype=torch.uint8)
-        if rank == source:
-            data.copy_(torch.frombuffer(bytearray(content), dtype=torch.uint8))
-        data = data.to(self._device.torch_device)
-        with issuing("broadcast of the step to finish", data):
-            dist.broadcast(data, source)
-        content = data.cpu().numpy().tobytes()
-        if own is None:
-            ranks[0].write("decided", self._number, content)
-        return content
-
-    def _least(self, value: int) -> int:
-        return _least(value, self._device)
+            self._earlier = others = None
+            least_of_ranks(True)
 
     @property
     def _own_engine(self) -> ModuleEngine:
@@ -329,12 +288,10 @@ def _identity(config: RunConfig) -> str:
     return hashlib.sha256(plain.encode()).hexdigest()
 
 
-def _least(value: int, device: Device) -> int:
-    """The least of all ranks' numbers."""
-    least = torch.tensor(int(value), device=device.torch_device)
-    with issuing("all-reduce of the kept host states", least):
-        dist.all_reduce(least, dist.ReduceOp.MIN)
-    return int(least)
+def _decided(earlier: EarlierRanks) -> bytes:
+    """The record of the decision, which some ranks may lack."""
+    found = (rank.read("decided").get(earlier.number, b"") for rank in earlier.ranks)
+    return first_content(max(found, key=len))[1]
 
 
 def _buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -361,7 +318,3 @@ def _packed(content: Mapping[str, Any]) -> bytes:
 def _unpacked(content: bytes) -> dict[str, Any]:
     found: dict[str, Any] = torch.load(io.BytesIO(content), weights_only=True)
     return found
-
-
-def _milliseconds(seconds: float | None) -> int:
-    return _NEVER if seconds is None else int(1000 * seconds)

@@ -84,13 +84,15 @@ class Loaded(NamedTuple):
         path: the checkpoint's path; None for a kept host state.
         info: the plain data of its run; None if only weights were requested.
         damaged: paths of newer checkpoints that were skipped as damaged.
-        unreported: see `Restored`.
+        unreported: the result of the last step, if that was not reported, evaluated and saved yet.
+        failed_at: of a kept host state: when the first rank had died, in seconds since 1970.
     """
 
     path: str | None
     info: RecoverInfo | None
     damaged: list[str]
     unreported: StepResult | None = None
+    failed_at: float | None = None
 
 
 def load_run(

@@ -79,11 +79,9 @@ class Resumer:
             **on_first_rank(lambda: vars(self._earlier_findings()), "reading the event log")
         )
 
-        restored = kept.restore() if kept is not None and kept.is_found else None
-        flags, resumes = (None, False) if restored is not None else self._flags(known)
-        loaded = None
-        if restored is not None:
-            loaded = Loaded(None, restored.info, [], restored.unreported)
+        loaded = None if kept is None else kept.restore()
+        flags, resumes = (None, False) if loaded is not None else self._flags(known)
+        if loaded is not None:
             logger.info("continuing from the kept host state: no step is lost")
         elif flags is not None:
             loaded = load_run(
@@ -113,7 +111,7 @@ class Resumer:
             checkpoint=None if loaded is None else loaded.path,
             seconds=time.monotonic() - start,
             world_size=dist.get_world_size(),
-            failed_at=None if restored is None else restored.failed_at,
+            failed_at=None if loaded is None else loaded.failed_at,
         )
         return loaded
 

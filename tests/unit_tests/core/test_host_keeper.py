@@ -12,7 +12,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
+from megatron.core import host_memory
 from megatron.core.device import Device
 from megatron.core.host_keeper import Keeper, KeeperError, KeptMemory, Records
 from megatron.core.host_memory import HostMemoryError, HostSlab
@@ -172,7 +174,7 @@ def _other_numbers() -> None:
         keeper = _connected(pid, 1, 3)
         assert keeper.files == {}
         earlier = keeper.earlier[2][1]
-        assert earlier.died_at is not None
+        assert earlier.died_at > 0
         assert KeptMemory(earlier).map("states", 1 << 20)[:3] == b"abc"
         with pytest.raises(KeeperError):
             earlier.open("states 1", 1 << 20)
@@ -184,6 +186,81 @@ def _other_numbers() -> None:
 
 def test_ranks_read_the_memory_of_another_number_of_ranks_that_have_ended(nursery):
     nursery.run(_other_numbers)
+
+
+def _moved_ranks() -> None:
+    with launcher() as pid:
+        for rank in (0, 1):
+            assert Child(_write_and_die, pid, rank, b"abc", 4).end() == KILLED
+        # This machine has ranks 1 and 2 now.
+        keeper = Keeper(pid, 1, 4, range(1, 3))
+        keeper.connect(starts=False)
+        assert keeper.files == {"states 0": 1 << 20}
+        assert {number: list(ranks) for number, ranks in keeper.earlier.items()} == {4: [0]}
+        keeper.forget_earlier()
+        assert _connected(pid, 0, 4).files == {}
+        assert keeper.open("states 0", 1 << 20) >= 0
+
+
+def test_the_memory_of_a_rank_that_is_on_another_machine_now_is_dropped(nursery):
+    nursery.run(_moved_ranks)
+
+
+def _many_files() -> None:
+    def map_many() -> int:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (64, 4096))
+        memory = _memory(pid)
+        return len([memory.map("states", 4096) for _ in range(100)])
+
+    with launcher() as pid:
+        assert Child(map_many).result() == 100
+
+
+def test_ranks_may_have_more_files_than_a_process_has_descriptors_at_first(nursery):
+    nursery.run(_many_files)
+
+
+def _no_descriptors() -> None:
+    with launcher() as pid:
+        memory = _memory(pid)
+        resource.prlimit(keepers_of(pid)[0], resource.RLIMIT_NOFILE, (20, 20))
+        error: KeeperError | None = None
+        for _ in range(20):
+            try:
+                memory.map("states", 4096)
+            except KeeperError as found:
+                error = found
+        assert "open files" in str(error)
+        assert memory._keeper.is_alive
+
+
+def test_a_keeper_without_descriptors_says_so(nursery):
+    nursery.run(_no_descriptors)
+
+
+def _placed_again() -> None:
+    host_memory.prefer_node = lambda *_: False  # type: ignore[assignment]
+    host_memory.touch_from_node = (  # type: ignore[assignment]
+        lambda address, nbytes, _: ctypes.memset(address, 0, nbytes)
+    )
+    Device.numa_node = property(lambda _: 0)  # type: ignore[assignment]
+
+    def contents(memory: KeptMemory) -> bytes:
+        slab = HostSlab(4096, Device("cpu"), is_pinned=False, purpose="states", kept=memory)
+        values = slab.tensor(0, 3, torch.uint8)
+        found = bytes(values.tolist())
+        values.copy_(torch.tensor([1, 2, 3]))
+        return found
+
+    with launcher() as pid:
+        assert contents(_memory(pid)) == bytes(3)
+        memory = _memory(pid)
+        memory.map_files({"states 0": 4096})
+        assert contents(memory) == bytes([1, 2, 3])
+
+
+def test_restored_memory_is_not_written_to_where_its_place_cannot_be_asked_for(nursery):
+    nursery.run(_placed_again)
 
 
 def _address(mapping: mmap.mmap) -> int:
@@ -213,7 +290,7 @@ def _refusals() -> None:
         sizes = {"states 0": 1 << 20, "states 1": 5000}
         for nbytes in sizes.values():
             first.map("states", nbytes)
-        assert first.sizes == sizes
+        assert first._keeper.files == sizes
         memory = _memory(pid)
         memory.map_files(sizes)
         assert list(memory.files) == ["states 0", "states 1"]
@@ -225,9 +302,8 @@ def _refusals() -> None:
             memory.map_files(sizes)
         with pytest.raises(KeeperError, match="1048576"):
             memory.map("states", 1 << 21)
-        memory.forget()
-        assert memory.sizes == {}
-        assert memory.map("states", 1 << 21)[:3] == bytes(3)
+        memory._keeper.forget()
+        assert _memory(pid).map("states", 1 << 21)[:3] == bytes(3)
 
 
 def test_memory_of_other_sizes_is_rejected_until_it_is_forgotten(nursery):
@@ -238,7 +314,7 @@ def _cycles() -> None:
     def cycle() -> None:
         memory = _memory(pid)
         memory.map("states", 1 << 20)
-        memory.forget()
+        memory._keeper.forget()
 
     with launcher() as pid:
         Child(cycle).result()

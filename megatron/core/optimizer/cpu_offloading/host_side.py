@@ -39,8 +39,13 @@ from megatron.core.optimizer.cpu_offloading.executors import (
 )
 from megatron.core.optimizer.cpu_offloading.host_layout import HostAllocator
 from megatron.core.optimizer.cpu_offloading.hybrid_settings import HybridSettings
-from megatron.core.optimizer.cpu_offloading.kept_layout import KeptArray, KeptBucket, KeptSlot
-from megatron.core.optimizer.cpu_offloading.kept_updates import KeptUpdates, Landed
+from megatron.core.optimizer.cpu_offloading.kept_layout import (
+    KeptArray,
+    KeptBucket,
+    KeptSlot,
+    Landed,
+)
+from megatron.core.optimizer.cpu_offloading.kept_updates import KeptUpdates
 from megatron.core.optimizer.cpu_offloading.streamed_pass import (
     NUM_SLOTS,
     SlotSize,
@@ -303,12 +308,14 @@ class HostSide:
 
     # Kept memory
 
-    def land(self) -> list[Landed]:
+    def land(self, number: int) -> list[Landed]:
         """See `HybridDeviceOptimizer.land`."""
         for bucket in self.buckets:
             # Updates of buckets that have no gradient this time, too.
             for event in bucket.updates():
                 event.synchronize()
+        assert self._kept is not None, "only with kept memory"
+        self._kept.step = number
         now = self._device.event()
         fetched, found = [], []
         for executor in self.executors:
@@ -325,44 +332,6 @@ class HostSide:
         for event in fetched:
             event.synchronize()
         return found
-
-    def number_step(self, number: int) -> None:
-        """See `HybridDeviceOptimizer.number_step`."""
-        assert self._kept is not None, "only with kept memory"
-        self._kept.step = number
-
-    def finish_step(
-        self,
-        number: int,
-        landed: Sequence[Landed],
-        options: Mapping[nn.Parameter, Options],
-        grad_scale: float | None,
-    ) -> None:
-        """See `HybridDeviceOptimizer.finish_step`."""
-        kept, kernel = self._kept, self._kernel
-        assert kept is not None, "only with kept memory"
-        assert kernel is not None, "kept memory needs a rule"
-        kept.step = number
-        steps: dict[int, BucketStep] = {}
-        for place, (executor, own) in enumerate(zip(self.executors, landed, strict=True)):
-            bucket = executor.bucket
-            for index, count in enumerate(own.counts):
-                executor.states(index)[STEP].fill_(count)
-            if grad_scale is not None and own.stepped:
-                slots = [(index, bucket.slots[index]) for index in own.stepped]
-                step = executor.prepare(
-                    [
-                        Stepped(index, slot, slot.of(bucket.grad), options[slot.parameter])
-                        for index, slot in slots
-                    ]
-                )
-                step.begin()
-                steps[place] = step
-        if grad_scale is not None:
-            pieces = {place: step.pieces for place, step in steps.items()}
-            kept.finish(kernel, pieces, grad_scale)
-        for bucket in self.buckets:
-            bucket.reload()
 
     def kept_buckets(
         self,
@@ -383,7 +352,7 @@ class HostSide:
             found.append(KeptBucket(executor.bucket.numel, slots, arrays))
         return found
 
-    def finish_earlier(
+    def finish_kept(
         self,
         number: int,
         memory: KeptMemory,
@@ -392,18 +361,25 @@ class HostSide:
         groups: Sequence[Options],
         grad_scale: float,
     ) -> None:
-        """See `HybridDeviceOptimizer.finish_earlier`."""
+        """See `HybridDeviceOptimizer.finish_kept`."""
         rule, kernel = self.rule, self._kernel
         assert rule is not None, "kept memory needs a rule"
         assert kernel is not None, "kept memory needs a rule"
         kept = KeptUpdates(memory, self._device, buckets)
         kept.step = number
         pieces = {
-            place: bucket.pieces(rule, memory, own.counts, own.stepped, groups)
+            place: bucket.pieces(rule, memory, own, groups)
             for place, (bucket, own) in enumerate(zip(buckets, landed, strict=True))
             if own.stepped
         }
         kept.finish(kernel, pieces, grad_scale)
+
+    def take_over(self, counts: Sequence[Sequence[int]]) -> None:
+        """See `HybridDeviceOptimizer.take_over`."""
+        for executor, own in zip(self.executors, counts, strict=True):
+            for index, count in enumerate(own):
+                executor.states(index)[STEP].fill_(count)
+            executor.bucket.reload()
 
     def _plan(
         self, executor: Executor, gradients: Mapping[nn.Parameter, torch.Tensor | None]

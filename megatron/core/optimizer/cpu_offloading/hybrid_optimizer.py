@@ -28,8 +28,7 @@ from megatron.core.optimizer.config import DEFAULT_OPTIMIZER_FRACTION, Overlap
 from megatron.core.optimizer.cpu_offloading.both_sides import BothSides, options_of
 from megatron.core.optimizer.cpu_offloading.host_side import HostStep
 from megatron.core.optimizer.cpu_offloading.hybrid_settings import HybridSettings, updaters_of
-from megatron.core.optimizer.cpu_offloading.kept_layout import KeptBucket
-from megatron.core.optimizer.cpu_offloading.kept_updates import Landed
+from megatron.core.optimizer.cpu_offloading.kept_layout import KeptBucket, Landed
 from megatron.core.optimizer.cpu_offloading.plan import OffloadPlan
 from megatron.core.optimizer.kernels.piece import check_grad_scale
 from megatron.core.optimizer.planning_optimizer import PlanningOptimizer
@@ -117,7 +116,7 @@ class HybridDeviceOptimizer(PlanningOptimizer):
             changes. 0: none. Needs `fetch_during_backward`, and AdamW or another elementwise rule,
             but not Muon.
         kept: where host memory comes from, if it is to survive the process; see `land` and
-            `finish_step`. Needs a rule, FSDP groups whose main weights are there too
+            `finish_kept`. Needs a rule, FSDP groups whose main weights are there too
             (`OffloadPolicy.kept`), and neither early updates nor updates on the device.
         kwargs: options of the rule or the optimizer classes: lr, betas, weight_decay. Classes other
             than AdamW allocate their states outside the slabs, and these are not counted.
@@ -290,33 +289,17 @@ class HybridDeviceOptimizer(PlanningOptimizer):
         self._sides.host_side.step(planned.on_host, grad_scale, now)
         return loss
 
-    def land(self) -> list[Landed]:
+    def land(self, number: int) -> list[Landed]:
         """Waits until the gradients of the coming step are in host memory, where they stay until
-        their buckets have been updated. Returns what `finish_step` needs besides them.
+        their buckets have been updated. Returns what `finish_kept` needs besides them.
 
         Only with kept memory.
-        """
-        self._adopt_parameters()
-        return self._sides.host_side.land()
-
-    def number_step(self, number: int) -> None:
-        """Numbers the coming step for kept memory: more than 0, and more than the one before."""
-        self._sides.host_side.number_step(number)
-
-    @torch.no_grad()
-    def finish_step(self, number: int, landed: Sequence[Landed], grad_scale: float | None) -> None:
-        """Takes over kept memory from an earlier process, and finishes its last step.
 
         Args:
-            number: of the step.
-            landed: what `land` returned before it.
-            grad_scale: the factor of the gradients; None: the step was skipped.
+            number: of the step: more than 0, and more than the one before.
         """
         self._adopt_parameters()
-        self._is_started = True
-        self._revision += 1
-        options = options_of(self.param_groups)
-        self._sides.host_side.finish_step(number, landed, options, grad_scale)
+        return self._sides.host_side.land(number)
 
     def kept_buckets(
         self, memory: KeptMemory, names: Mapping[torch.Tensor, list[str]]
@@ -335,7 +318,7 @@ class HybridDeviceOptimizer(PlanningOptimizer):
         return self._sides.host_side.kept_buckets(memory, groups, names)
 
     @torch.no_grad()
-    def finish_earlier(
+    def finish_kept(
         self,
         number: int,
         memory: KeptMemory,
@@ -343,16 +326,30 @@ class HybridDeviceOptimizer(PlanningOptimizer):
         landed: Sequence[Landed],
         grad_scale: float,
     ) -> None:
-        """Finishes a step in the kept memory of an earlier rank, whose buckets were others. This
-        optimizer's states do not change.
+        """Finishes the last step of an earlier rank in its memory, which need not be this
+        optimizer's.
 
         Args:
-            number, landed, grad_scale: see `finish_step`. The groups have the options of the step.
+            number: of the step.
             memory, buckets: of the earlier rank, with all files mapped.
+            landed: what `land` returned before the step. The groups have the options of the step.
+            grad_scale: the factor of the gradients.
         """
-        self._sides.host_side.finish_earlier(
+        self._sides.host_side.finish_kept(
             number, memory, buckets, landed, self.param_groups, grad_scale
         )
+
+    @torch.no_grad()
+    def take_over(self, counts: Sequence[Sequence[int]]) -> None:
+        """Takes over main weights and states that are in this optimizer's memory already.
+
+        Args:
+            counts: of each bucket, the steps that each of its parameters has taken.
+        """
+        self._adopt_parameters()
+        self._is_started = True
+        self._revision += 1
+        self._sides.host_side.take_over(counts)
 
     def expect_grad_scale(self, grad_scale: float) -> None:
         self._sides.host_side.expect_grad_scale(grad_scale)

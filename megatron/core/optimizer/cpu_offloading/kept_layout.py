@@ -1,7 +1,4 @@
-"""`KeptBucket`: a bucket in kept memory as plain data, for processes that have other buckets.
-
-After a change of the number of ranks, new ranks finish the updates of earlier ones from it.
-"""
+"""`KeptBucket`: a bucket in kept memory as plain data, from which another process finishes it."""
 
 from __future__ import annotations
 
@@ -58,6 +55,23 @@ class KeptSlot(NamedTuple):
     names: list[str]
 
 
+class Landed(NamedTuple):
+    """One bucket before a step.
+
+    Attributes:
+        counts: the steps that each of its parameters has taken.
+        stepped: the numbers of the slots that have a gradient.
+    """
+
+    counts: list[int]
+    stepped: list[int]
+
+    def counts_after(self, is_stepped: bool) -> list[int]:
+        """`counts` after the step, unless that was skipped."""
+        stepped = set(self.stepped) if is_stepped else ()
+        return [count + (index in stepped) for index, count in enumerate(self.counts)]
+
+
 class KeptBucket(NamedTuple):
     """A bucket.
 
@@ -79,26 +93,23 @@ class KeptBucket(NamedTuple):
         self,
         rule: UpdateRule,
         memory: KeptMemory,
-        counts: Sequence[int],
-        stepped: Sequence[int],
+        landed: Landed,
         groups: Sequence[Mapping[str, Any]],
     ) -> list[Piece]:
         """The pieces of a step, as `RuleExecutor.prepare` planned them.
 
         Args:
             memory: of the earlier process.
-            counts, stepped: see `Landed`.
             groups: the options of the param groups in the step.
         """
-        arrays = {name: array.tensor(memory) for name, array in self.arrays.items()}
+        if not self.arrays:
+            return []
+        flat = {name: array.tensor(memory) for name, array in self.arrays.items()}
+        states = {name: flat[name] for name in rule.state_dtypes}
+        whole = Piece(None, flat["grad"], flat["weight"], states, out=flat["out"])
         found = []
-        for index in stepped:
+        for index in landed.stepped:
             slot = self.slots[index]
-            if slot.numel:
-                own = {
-                    name: flat.narrow(0, slot.offset, slot.numel) for name, flat in arrays.items()
-                }
-                step = rule.scalars(groups[slot.group], counts[index] + 1)
-                states = {name: own[name] for name in rule.state_dtypes}
-                found.append(Piece(step, own["grad"], own["weight"], states, out=own["out"]))
+            step = rule.scalars(groups[slot.group], landed.counts[index] + 1)
+            found.append(whole.part(slot.offset, slot.numel)._replace(step=step))
         return merged(found)

@@ -58,18 +58,6 @@ _NO_STEP = -1
 _BITS: dict[int, type[np.unsignedinteger[Any]]] = {2: np.uint16, 4: np.uint32}  # by bytes
 
 
-class Landed(NamedTuple):
-    """One bucket before a step.
-
-    Attributes:
-        counts: the steps that each of its parameters has taken.
-        stepped: the numbers of the slots that have a gradient.
-    """
-
-    counts: list[int]
-    stepped: list[int]
-
-
 class KeptUpdates:
     """Carries out the updates of all buckets of one optimizer.
 

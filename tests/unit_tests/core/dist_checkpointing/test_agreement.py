@@ -10,7 +10,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron.core.dist_checkpointing.agreement import on_all_ranks, on_first_rank, sum_of_ranks
+from megatron.core.dist_checkpointing.agreement import (
+    first_content,
+    least_of_ranks,
+    on_all_ranks,
+    on_first_rank,
+    sum_of_ranks,
+)
 from megatron.core.dist_checkpointing.errors import (
     CheckpointDamagedError,
     CheckpointError,
@@ -30,6 +36,8 @@ def _answers() -> list[object]:
         on_first_rank(lambda: ("one", "kind"), "looking"),
         on_all_ranks(lambda: 10 + rank) - rank,
         sum_of_ranks(2**40 + rank),
+        least_of_ranks(-(2**40) - rank),
+        first_content(b"of 1" if rank else b""),
     ]
     for error in (ConfigError("--x: y"), OSError("gone")):
         with pytest.raises((ConfigError, CheckpointError)) as raised:
@@ -42,11 +50,12 @@ def _raise(error: Exception) -> None:
     raise error
 
 
-def test_all_ranks_get_what_rank_zero_found_their_own_results_and_a_sum():
+def test_all_ranks_get_what_rank_zero_found_their_own_results_and_sums():
     errors = ["ConfigError: --x: y", "CheckpointError: looking: OSError: gone"]
-    expected = ["seen by 0", PLAIN, ["one", "kind"], 10, 2**41 + 1, *errors]
+    expected = ["seen by 0", PLAIN, ["one", "kind"], 10, 2**41 + 1]
+    expected += [-(2**40) - 1, (1, b"of 1"), *errors]
     assert run_ranks(2, _answers) == [expected, expected]
-    assert sum_of_ranks(5) == 5
+    assert sum_of_ranks(5) == least_of_ranks(5) == 5
 
 
 def _failing_on(rank: int, error: Exception) -> str:

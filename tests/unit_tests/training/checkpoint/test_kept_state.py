@@ -14,6 +14,7 @@ import os
 import random
 import signal
 import socket
+import struct
 import tempfile
 import time
 from collections import Counter
@@ -35,6 +36,7 @@ from megatron.core.options import ConfigError
 from megatron.training.checkpoint import kept_ranks
 from megatron.training.checkpoint.kept_ranks import EarlierRanks
 from megatron.training.checkpoint.kept_state import KeptState
+from megatron.training.engines import MegatronEngine
 from megatron.training.health.events import EventKind, read_events
 from megatron.training.loop import Loop
 from tests.functional_tests.helpers.runs import SETTINGS, losses
@@ -425,8 +427,8 @@ def _kill_after(owner: type, name: str, restart: int) -> None:
     """Has a method kill its process at its end, in one of the starts."""
     method = getattr(owner, name)
 
-    def dying(self: Any, *args: Any) -> Any:
-        found = method(self, *args)
+    def dying(self: Any, *args: Any, **options: Any) -> Any:
+        found = method(self, *args, **options)
         if os.environ["TORCHELASTIC_RESTART_COUNT"] == str(restart):
             os.kill(os.getpid(), signal.SIGKILL)
         return found
@@ -436,7 +438,7 @@ def _kill_after(owner: type, name: str, restart: int) -> None:
 
 def test_ranks_killed_before_their_first_step_after_a_resize_begin_it_again(nursery, home):
     def disturb() -> None:
-        _kill_after(HybridDeviceOptimizer, "finish_earlier", 1)  # one of two ranks' step
+        _kill_after(HybridDeviceOptimizer, "finish_kept", 1)  # one of two ranks' step
         _kill_after(KeptState, "landed", 2)
 
     folder = Path(tempfile.mkdtemp(dir=home))
@@ -533,6 +535,60 @@ def test_without_an_intact_kept_state_a_run_resumes_from_its_checkpoint(
     last = [moment for moment in scene.moments() if moment.lane == "optimizer host"][-1]
     starts = scene.starts([last], ["--save-interval", "2"], between=damage)
     assert starts == [(2, False)]
+
+
+def _damaged_undo(root: Path, flags: Sequence[str]) -> Outcome:
+    """A run that is killed in the updates of its last step, and whose undo slot is damaged."""
+
+    def overwrite() -> None:
+        slot = struct.pack("@5q", ITERATIONS, 1000, 0, 0, 64)  # of a bucket that is not there
+        os.pwrite(_opened("undo 0", 0, 1), slot, 0)
+
+    # In the updates of the last step.
+    moment = Moment("optimizer host start", NUM_BUCKETS * ITERATIONS - 1, False)
+    assert _start(root, 1, flags, 0, moment) is None
+    Child(overwrite).result()
+    with pytest.raises(DiedError):
+        _start(root, 1, flags, 1)
+    assert _start(root, 1, flags, 2) is not None
+    return _outcome(root, 1)
+
+
+def test_a_state_that_cannot_be_finished_is_dropped_for_the_checkpoint(nursery, home):
+    folder = Path(tempfile.mkdtemp(dir=home)) / "run"
+    starts, _ = nursery.run(_damaged_undo, folder, [*KEPT, "--save-interval", "2"])
+    assert starts == [(2, False)]
+
+
+def test_memory_is_dropped_on_all_ranks_before_any_of_them_needs_it_again(scene_of, home):
+    folder = Path(tempfile.mkdtemp(dir=home))
+
+    def disturb() -> None:
+        forget, check = Keeper.forget, MegatronEngine._check_host_memory
+
+        def is_second() -> bool:
+            return os.environ["TORCHELASTIC_RESTART_COUNT"] == "1"
+
+        def late(self: Keeper) -> None:
+            if is_second() and self._rank == 1:
+                time.sleep(2)
+            forget(self)
+            if is_second():
+                (folder / str(self._rank)).touch()
+
+        def checked(self: MegatronEngine, *rest: Any) -> None:
+            if is_second():
+                assert {path.name for path in folder.iterdir()} == {"0", "1"}
+            check(self, *rest)
+
+        Keeper.forget = late  # type: ignore[method-assign]
+        MegatronEngine._check_host_memory = checked  # type: ignore[method-assign]
+
+    scene = scene_of(2)
+    last = [moment for moment in scene.moments() if moment.lane == "optimizer host"][-1]
+    damage = functools.partial(_flip_bit, "states 0", 1, 2, 0)
+    flags = ["--save-interval", "2"]
+    assert scene.starts([last], flags, between=damage, disturb=disturb) == [(2, False)]
 
 
 def _fill_memory() -> None:
