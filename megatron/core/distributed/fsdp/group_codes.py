@@ -137,7 +137,11 @@ class GroupCodes:
         return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
 
     def limits(self, maxima: torch.Tensor) -> torch.Tensor:
-        """The maxima that scales are computed from, given the maxima of the weights; both flat."""
+        """The maxima that scales are computed from, given the maxima of the weights; both flat.
+        Without histories these are the same tensor.
+        """
+        if all(history is None for history in self._histories):
+            return maxima
         limits = maxima.clone()
         for index, own in enumerate(self.by_weight(limits)):
             own.copy_(self._limits(index, own))
