@@ -143,28 +143,25 @@ class GroupCodes:
         if all(history is None for history in self._histories):
             return maxima
         limits = maxima.clone()
-        for index, own in enumerate(self.by_weight(limits)):
-            own.copy_(self._limits(index, own))
+        for history, own in zip(self._histories, self.by_weight(limits), strict=True):
+            if history is not None:
+                own.copy_(history.chosen_or(Slot.WEIGHT, own))
         return limits
 
     def set_scales(self, maxima: torch.Tensor) -> None:
         """Computes all scales from the maxima that `quantize` has returned."""
-        by_weight = zip(self._plan.quantizers, self.scales, self.by_weight(maxima), strict=True)
-        for index, (quantizer, scales, found) in enumerate(by_weight):
-            own, kept = found.to(scales.device), self.maxima[index]
-            scales.copy_(quantizer.scales_of(self._limits(index, own))[1])
+        maxima = maxima.to(self._unsharded.device)
+        quantizers, limits = self._plan.quantizers, self.by_weight(self.limits(maxima))
+        for quantizer, scales, own in zip(quantizers, self.scales, limits, strict=True):
+            scales.copy_(quantizer.scales_of(own)[1])
+        for kept, found in zip(self.maxima, self.by_weight(maxima), strict=True):
             if kept is not None:
-                kept.copy_(own)
+                kept.copy_(found)
 
     @property
     def history_versions(self) -> int:
         """Counts writes to the histories."""
         return sum(own.maxima._version for own in self._histories if own is not None)
-
-    def _limits(self, index: int, own: torch.Tensor) -> torch.Tensor:
-        """The maxima that a weight's scales are computed from; `own`: of the weight itself."""
-        history = self._histories[index]
-        return own if history is None else history.chosen_or(Slot.WEIGHT, own)
 
     def _parts(
         self, index: int, main: DBuffer, codes: DBuffer
