@@ -44,11 +44,10 @@ class AmaxHistory(nn.Module):
         self.register_buffer("maxima", torch.zeros(len(Slot), options.length, device="cpu"))
         self.register_buffer("current", torch.zeros(len(Slot), device="cpu"), persistent=False)
 
-    @property
-    def chosen(self) -> Tensor:
-        """What scales are computed from: fp32 [operands]; 0 before the first step."""
-        is_latest = self.options.algorithm == "most_recent"
-        return self.maxima[:, -1] if is_latest else self.maxima.amax(1)
+    def chosen(self, slot: Slot) -> Tensor:
+        """The maximum that a scale is computed from: fp32 []; 0 before the first step."""
+        own = self.maxima[slot]
+        return own[-1] if self.options.algorithm == "most_recent" else own.amax()
 
     def maximum(self, slot: Slot, own: Tensor) -> Tensor:
         """The maximum that an operand's scale is computed from, [1, 1] fp32: the chosen one; before
@@ -67,7 +66,7 @@ class AmaxHistory(nn.Module):
 
     def chosen_or(self, slot: Slot, own: Tensor) -> Tensor:
         """The chosen maximum, or, before there is one, these: fp32 of the shape of `own`."""
-        chosen = self.chosen[slot].to(own.device)
+        chosen = self.chosen(slot).to(own.device)
         return chosen.where(chosen > 0, own)
 
 

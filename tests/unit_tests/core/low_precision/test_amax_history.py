@@ -19,7 +19,7 @@ def chosen_after(history: AmaxHistory, *maxima: float) -> list[float]:
     for maximum in maxima:
         history.maximum(Slot.INPUTS, torch.tensor([maximum / 2, maximum]))
         advance([history], history.current[None])
-        found.append(history.chosen[Slot.INPUTS].item())
+        found.append(history.chosen(Slot.INPUTS).item())
     return found
 
 
@@ -63,5 +63,8 @@ def test_a_step_ends_with_the_maxima_of_all_ranks() -> None:
     histories[0].maximum(Slot.INPUTS, torch.tensor(3.0 + dist.get_rank()))
     histories[1].maximum(Slot.GRADIENT, torch.tensor(9.0 - dist.get_rank()))
     update_histories(histories, dist.group.WORLD)
-    assert [history.chosen.tolist() for history in histories] == [[4, 0, 0], [0, 0, 9]]
+    assert [[history.chosen(slot).item() for slot in Slot] for history in histories] == [
+        [4, 0, 0],
+        [0, 0, 9],
+    ]
     assert all(not history.current.any() for history in histories)
