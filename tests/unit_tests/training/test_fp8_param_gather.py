@@ -38,7 +38,10 @@ from tests.unit_tests.training.helpers.code_runs import (
 )
 
 RECIPES = ["blockwise", "tensorwise", "delayed", "nvfp4"]
-FP4_WIDE = [pytest.param("nvfp4", marks=pytest.mark.wide)]
+TWO_BY_DEFAULT = [
+    name if name in ("blockwise", "delayed") else pytest.param(name, marks=pytest.mark.wide)
+    for name in RECIPES
+]
 BLOCKWISE = {"fp8_format": "e4m3", "fp8_recipe": "blockwise"}
 SHARDINGS: dict[str, dict[str, Any]] = {
     "ZeRO-1": {"data_parallel_sharding_strategy": "optim"},
@@ -149,7 +152,7 @@ def _offloaded(name: str, recipe: str) -> None:
         for name in OFFLOADED
     ],
 )
-@pytest.mark.parametrize("recipe", ["blockwise", "delayed", *FP4_WIDE])
+@pytest.mark.parametrize("recipe", TWO_BY_DEFAULT)
 def test_offloaded_updates_write_the_same_codes_as_the_device(name: str, recipe: str) -> None:
     run_ranks(2, _offloaded, name, recipe)
 
@@ -194,8 +197,8 @@ def test_codes_of_early_updates_are_made_again_where_another_maximum_is_chosen(r
         assert (num_again > 0) == (recipe == LARGEST_OF_STEPS)
 
 
-def _from_zeros() -> None:
-    engines = [engine_for(True, "delayed", optimizer) for optimizer in (ON_DEVICE, on_host(1.0))]
+def _from_zeros(recipe: str) -> None:
+    engines = [engine_for(True, recipe, optimizer) for optimizer in (ON_DEVICE, on_host(1.0))]
     losses = []
     for engine in engines:
         with torch.no_grad():
@@ -207,8 +210,9 @@ def _from_zeros() -> None:
     expect_same_contents(*engines)
 
 
-def test_weights_that_were_zero_have_codes_by_their_own_maximum() -> None:
-    run_ranks(2, _from_zeros)
+@pytest.mark.parametrize("recipe", ["delayed", "tensorwise"])
+def test_weights_that_were_zero_have_codes_by_their_own_maximum(recipe: str) -> None:
+    run_ranks(2, _from_zeros, recipe)
 
 
 def _num_made_by_torch(recipe: str) -> tuple[int, int, int]:
@@ -237,13 +241,12 @@ def _num_made_by_torch(recipe: str) -> tuple[int, int, int]:
 
 @pytest.mark.skipif(available_bodies() == ["torch"], reason="the host kernel was not built")
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_the_update_makes_codes_where_few_rows_share_a_scale_or_it_is_known(recipe: str) -> None:
-    has_codes = recipe in ("blockwise", "delayed")
+def test_the_update_makes_codes_of_eight_bits(recipe: str) -> None:
     for num_after_update, num_gathered, num_again in run_ranks(2, _num_made_by_torch, recipe):
-        assert (num_after_update == 0) == has_codes
+        assert (num_after_update == 0) == (recipe != "nvfp4")
         assert num_gathered == 0
-        # Blocks that ranks share.
-        assert (num_again > 0) == (recipe == "blockwise")
+        # Blocks that ranks share, and weights whose scale follows the update.
+        assert (num_again > 0) == (recipe in ("blockwise", "tensorwise"))
 
 
 def _sent_up(recipe: str) -> tuple[int, int]:
@@ -341,7 +344,7 @@ def _resumed(folder: str, recipe: str, optimizer: OptimizerConfig) -> None:
         pytest.param(on_host(1.0), id="on the host", marks=pytest.mark.wide),
     ],
 )
-@pytest.mark.parametrize("recipe", ["blockwise", "delayed", *FP4_WIDE])
+@pytest.mark.parametrize("recipe", TWO_BY_DEFAULT)
 def test_a_resumed_run_is_bit_equal(
     recipe: str, optimizer: OptimizerConfig, tmp_path: Path
 ) -> None:

@@ -38,14 +38,11 @@ _CHUNK_NUMEL, _DEVICE_CHUNK_NUMEL = 1 << 18, 1 << 22
 
 
 class OwnRows(NamedTuple):
-    """Which rows of a weight as modules use it, of this shape, a rank has. `is_delayed`: whether a
-    history has the maxima that scales are computed from.
-    """
+    """Which rows of a weight as modules use it, of this shape, a rank has."""
 
     quantizer: WeightQuantizer
     first_row: int
     shape: tuple[int, int]
-    is_delayed: bool
 
 
 class GroupCodes:
@@ -126,8 +123,7 @@ class GroupCodes:
     def own_rows(self, index: int, main: DBuffer) -> OwnRows:
         """The rows of a weight that a buffer of this rank has."""
         first_row = main.chunk(index).first_row - self._begins[index]
-        is_delayed, shape = self._histories[index] is not None, self._plan.shape_in_use(index)
-        return OwnRows(self._plan.quantizers[index], first_row, shape, is_delayed)
+        return OwnRows(self._plan.quantizers[index], first_row, self._plan.shape_in_use(index))
 
     def by_weight(self, maxima: torch.Tensor) -> list[torch.Tensor]:
         """Views of flat maxima in the shapes of the weights' maxima."""

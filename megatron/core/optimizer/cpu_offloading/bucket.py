@@ -469,7 +469,7 @@ class FsdpBucket(Bucket):
         if codes is None or self._group.dtype != torch.bfloat16 or not slot.numel:
             return None
         rows = codes.own_rows(index, self._group.main_weight)
-        if not PieceCodes.is_supported(rows.quantizer.scaling, rows.is_delayed):
+        if not PieceCodes.is_supported(rows.quantizer.scaling):
             return None
         own, last = (codes.by_weight(flat)[index] for flat in (self._own_maxima, self._maxima))
         return PieceCodes(slot.of(self.weight), own, last, *rows)
@@ -493,12 +493,15 @@ class FsdpBucket(Bucket):
             self._maxima.copy_(group.quantize_on_host(codes))
             return
 
-        # The pass has made the codes of tiles of which this rank has all rows; with delayed scaling
-        # all codes, but by other scales where it was early, or where a history is empty.
+        # The pass has made the codes of tiles of which this rank has all rows. Where matrices have
+        # one scale it has made all codes, which are right only if the scales were known before:
+        # those of delayed scaling, unless the pass was early or a history is empty.
         group.combine_on_host(self._own_maxima)
         limits = group.codes.limits(self._own_maxima)
-        is_delayed = all(piece.codes is not None and piece.codes.is_delayed for piece in encoded)
-        if not is_delayed or not torch.equal(limits, self._maxima):
+        are_known = all(
+            piece.codes is not None and piece.codes.has_one_scale for piece in encoded
+        ) and torch.equal(limits, self._maxima)
+        if not are_known:
             self._maxima.copy_(limits)
             encode(encoded)
         self._maxima.copy_(self._own_maxima)

@@ -37,7 +37,7 @@ constexpr float kRoundsDown = 464.0f;       // the largest float that is rounded
 alignas(64) constexpr uint32_t kCount[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
 
 enum Type : int32_t { kNone = 0, kFp32 = 1, kBf16 = 2, kFp16 = 3, kSplit = 4 };
-enum ScaleKind : int32_t { kAnyFp32 = 0, kPowerOfTwo = 1, kE8M0 = 2, kDelayed = 3 };
+enum ScaleKind : int32_t { kAnyFp32 = 0, kPowerOfTwo = 1, kE8M0 = 2, kOneScale = 3 };
 
 // Each is rounded to fp32 once, from fp64.
 struct Scalars {
@@ -77,7 +77,7 @@ struct Arrays {
 };
 
 // How the new weights, rows of a matrix or of several below each other, become codes of e4m3: WeightQuantizer in
-// scaling.py. Each tile of `tile_rows` x `tile_columns` has a maximum and a scale. With kDelayed a tile is a matrix and
+// scaling.py. Each tile of `tile_rows` x `tile_columns` has a maximum and a scale. With kOneScale a tile is a matrix and
 // its scale, any fp32, is computed from `last_maxima`, not from the maximum that a pass finds.
 struct Codes {
   uint8_t* codes;        // null: none are made
@@ -423,7 +423,7 @@ struct Band {
 Band band_of(const Codes& codes, int64_t row, int64_t num_rows) {
   const int64_t in_weight = codes.first_row + row;
   const int64_t matrix = in_weight / codes.matrix_rows, in_matrix = in_weight % codes.matrix_rows;
-  const int64_t height = codes.kind == kDelayed ? kCodeRows : codes.tile_rows, in_tile = in_matrix % height;
+  const int64_t height = codes.kind == kOneScale ? kCodeRows : codes.tile_rows, in_tile = in_matrix % height;
   const int64_t last = row - in_tile + std::min(height, codes.matrix_rows - (in_matrix - in_tile));
   const int64_t number = matrix * num_tiles(codes.matrix_rows, codes.tile_rows) + in_matrix / codes.tile_rows;
   const int64_t across = num_tiles(codes.columns, codes.tile_columns);
@@ -467,7 +467,7 @@ class BandPart {
   // Makes the codes of tiles, but not of those whose scale a step has guessed.
   void encode(bool is_stepped) const {
     float multipliers[kGroups];
-    fill_multipliers(codes_.kind == kDelayed ? last_maxima_ : maxima_, multipliers);
+    fill_multipliers(codes_.kind == kOneScale ? last_maxima_ : maxima_, multipliers);
     const int64_t size = codes_.tile_columns, tiles = num_tiles(width_, size);
     for (int64_t tile = 0; tile < tiles;) {
       const int64_t first = tile;
@@ -492,19 +492,19 @@ class BandPart {
     }
   }
 
-  // Few powers of two change from step to step, and nearly all other scales; kDelayed has its scales.
+  // Few powers of two change from step to step, and nearly all other scales; kOneScale has its scales.
   bool guesses() const { return codes_.kind != kAnyFp32; }
 
   bool is_guessed(int64_t tile) const {
     if (!guesses() || !fits(tile)) return false;
-    return codes_.kind == kDelayed || multiplier(maxima_[tile]) == multiplier(last_maxima_[tile]);
+    return codes_.kind == kOneScale || multiplier(maxima_[tile]) == multiplier(last_maxima_[tile]);
   }
 
   // Whether the tile's codes need no bound. By the scale of other weights, values may be too large.
   bool fits(int64_t tile) const {
     const float maximum = maxima_[tile];
     return is_finite(maximum) &&
-           (codes_.kind != kDelayed || maximum * multiplier(last_maxima_[tile]) <= kRoundsDown);
+           (codes_.kind != kOneScale || maximum * multiplier(last_maxima_[tile]) <= kRoundsDown);
   }
 
   float multiplier(float maximum) const { return multiplier_of(maximum, codes_); }
@@ -540,18 +540,18 @@ void raise_shared(float* maximum, float found) {
 }
 
 // A step, maxima and codes of the tiles in a rectangle; or, where `encodes_only`, the codes of tiles of which other
-// ranks have rows, by maxima that include those. With kDelayed these are all codes, by scales that a step did not have.
+// ranks have rows, by maxima that include those. With kOneScale these are all codes, by the last maxima.
 void adam_to_codes(int32_t body, const HostAdamPiece& piece, const Rectangle& part, bool encodes_only) {
   const Codes& codes = piece.codes;
   const int64_t num_rows = piece.numel / codes.columns, first_tile = part.column / codes.tile_columns;
   const int64_t end_tile = num_tiles(part.end_column, codes.tile_columns);
   const bool may_lag = codes.kind == kAnyFp32 && codes.tile_rows == 1 && !encodes_only;
-  const bool is_delayed = codes.kind == kDelayed;
+  const bool has_one_scale = codes.kind == kOneScale;
   const float* before = nullptr;  // maxima of the row before, whose codes the next step makes
   for (int64_t row = part.row; row < part.end_row;) {
     const Band band = band_of(codes, row, num_rows);
     float found = 0.0f;  // of a band of a matrix, whose other bands other threads may have
-    float* const own = is_delayed && !encodes_only ? &found : codes.maxima + band.tile;
+    float* const own = has_one_scale && !encodes_only ? &found : codes.maxima + band.tile;
     float *const maxima = own + first_tile, *const end = own + end_tile;
     const auto for_each_part = [&](auto work) {
       for (int64_t column = part.column; column < part.end_column; column += kCodeColumns) {
@@ -565,9 +565,9 @@ void adam_to_codes(int32_t body, const HostAdamPiece& piece, const Rectangle& pa
     }
     const bool lags = may_lag && band.end_row < part.end_row && std::all_of(maxima, end, is_finite);
     before = lags ? maxima : nullptr;
-    const bool encodes = is_delayed || band.is_whole != encodes_only;
+    const bool encodes = has_one_scale || band.is_whole != encodes_only;
     if (encodes && !lags) for_each_part([&](const BandPart& one) { one.encode(!encodes_only); });
-    if (is_delayed && !encodes_only) raise_shared(codes.maxima + band.tile, found);
+    if (has_one_scale && !encodes_only) raise_shared(codes.maxima + band.tile, found);
     row = band.end_row;
   }
 }
@@ -650,7 +650,7 @@ class AdamJob : public Job {
     for (const HostAdamPiece& piece : pieces_) {
       const bool has_codes = piece.codes.codes != nullptr;
       if (has_codes) cut_codes(static_cast<int64_t>(lengths.size()), piece);
-      if (has_codes && piece.codes.kind == kDelayed && mode == kStep) clear_shared(piece);
+      if (has_codes && piece.codes.kind == kOneScale && mode == kStep) clear_shared(piece);
       lengths.push_back(has_codes ? 0 : piece.numel);
     }
     cut(lengths, logs_ ? log_.chunk : chunk_of(lengths, num_threads));

@@ -44,7 +44,7 @@ _TYPES: dict[torch.dtype | None, int] = {
     torch.float16: 3,
 }
 _SCALE_KINDS = {ScaleKind.FP32: 0, ScaleKind.POWER_OF_TWO: 1, ScaleKind.E8M0: 2}
-_DELAYED = 3  # any fp32 scale of a matrix, by the last maximum
+_ONE_SCALE = 3  # any fp32 scale of a matrix, by the last maximum
 _STEP, _TOUCH, _ENCODE = 0, 1, 2  # modes of a job
 # The type of the weight marks a remainder.
 _SPLIT = 4
@@ -259,8 +259,8 @@ class HostAdam:
 
     def encode(self, pieces: Sequence[Piece]) -> None:
         """Writes, of pieces with codes that were stepped, the codes of tiles of which a piece has
-        some rows only, by the maxima of the whole tiles, or all codes of delayed scaling, and
-        returns when they are written.
+        some rows only, by the maxima of the whole tiles; or all codes, by the last maxima, where
+        matrices have one scale. Returns when they are written.
 
         Raises:
             As `run` does.
@@ -495,7 +495,7 @@ def _described_codes(codes: PieceCodes | None) -> _Codes:
         matrix_rows,
         matrix_rows if tile_rows is None else tile_rows,
         columns if tile_columns is None else tile_columns,
-        _DELAYED if codes.is_delayed else _SCALE_KINDS[quantizer.scaling.kind],
+        _ONE_SCALE if codes.has_one_scale else _SCALE_KINDS[quantizer.scaling.kind],
         quantizer.scaling.largest,
     )
 

@@ -31,11 +31,11 @@ class PieceCodes(NamedTuple):
         maxima: of the tiles of the whole weight, fp32. A pass writes those of tiles of which the
             piece has rows, over these rows.
         last_maxima: those of the whole weight before this pass, or zeros; only read. A pass that
-            finds maxima with the same scales, if these are powers of two, is faster.
+            finds maxima with the same scales, if these are powers of two, is faster. If
+            `has_one_scale`, codes are by these, whatever the pass finds.
         quantizer: one that `is_supported`.
         first_row: number of the piece's first row in the whole weight.
         shape: of the whole weight.
-        is_delayed: whether scales are computed from `last_maxima` instead of `maxima`.
     """
 
     codes: torch.Tensor
@@ -44,23 +44,24 @@ class PieceCodes(NamedTuple):
     quantizer: WeightQuantizer
     first_row: int
     shape: tuple[int, int]
-    is_delayed: bool = False
 
     @staticmethod
-    def is_supported(scaling: Scaling, is_delayed: bool) -> bool:
-        """Whether a pass can make codes of this scaling: few rows share a scale, and all columns
-        or a power of two; with `is_delayed`, a matrix has one scale.
+    def is_supported(scaling: Scaling) -> bool:
+        """Whether a pass can make codes of this scaling: a matrix has one scale in fp32, or few
+        rows share a scale, and all columns or a power of two.
         """
-        if is_delayed:
-            return scaling == Scaling(E4M3, (None, None), margin=scaling.margin)
-        plain = Scaling(E4M3, scaling.tile, scaling.kind)
         rows, columns = scaling.tile
-        return (
-            scaling == plain
-            and rows is not None
-            and (columns is None or (columns >= GROUP_NUMEL and columns.bit_count() == 1))
-            and scaling.kind is not ScaleKind.TWO_LEVELS
-        )
+        plain = Scaling(E4M3, scaling.tile, scaling.kind, margin=scaling.margin)
+        if scaling != plain or scaling.kind is ScaleKind.TWO_LEVELS:
+            return False
+        if rows is None:
+            return columns is None and scaling.kind is ScaleKind.FP32
+        return columns is None or (columns >= GROUP_NUMEL and columns.bit_count() == 1)
+
+    @property
+    def has_one_scale(self) -> bool:
+        """Whether each matrix has one scale."""
+        return self.quantizer.scaling.tile[0] is None
 
     def check(self, numel: int) -> None:
         """ValueError unless these are the codes of `numel` weights, which are whole rows."""
@@ -75,7 +76,7 @@ class PieceCodes(NamedTuple):
             got = (maxima.dtype, maxima.shape)
             if got != expected or not maxima.is_contiguous():
                 raise ValueError(f"Expected contiguous maxima of {expected}, got {got}.")
-        if not self.is_supported(self.quantizer.scaling, self.is_delayed):
+        if not self.is_supported(self.quantizer.scaling):
             raise ValueError(f"Expected a scale for a few rows each, got {self.quantizer}.")
 
 

@@ -68,7 +68,7 @@ def pieces_of(
     limits: Tensor | None = None,
 ) -> list[Piece]:
     """One for each rank's rows of a weight, which are between the cuts, with maxima of its own.
-    `limits`: of delayed scaling.
+    `limits`: the last maxima.
     """
     numel, shape = weight.numel(), (len(weight), weight.shape[1])
     generator = torch.Generator().manual_seed(7)
@@ -94,9 +94,7 @@ def pieces_of(
                 grad[own].bfloat16(),
                 weight.view(-1)[own],
                 {"exp_avg": exp_avg[own], "exp_avg_sq": exp_avg_sq[own]},
-                codes=PieceCodes(
-                    codes[own], maxima, last_maxima, quantizer, begin, shape, limits is not None
-                ),
+                codes=PieceCodes(codes[own], maxima, last_maxima, quantizer, begin, shape),
             )
         )
     return pieces
@@ -323,7 +321,6 @@ def test_pieces_whose_codes_do_not_fit_are_refused(kernels: dict[str, HostAdam])
         codes._replace(shape=(250, 240)),
         codes._replace(quantizer=recipe_named("tensorwise").weight_quantizer()),
         codes._replace(quantizer=recipe_named("nvfp4").weight_quantizer()),
-        codes._replace(is_delayed=True),
     ]
     for codes in wrong:
         for run in (kernel.run, kernel.encode):
