@@ -77,7 +77,7 @@ class PieceCodes(NamedTuple):
             if got != expected or not maxima.is_contiguous():
                 raise ValueError(f"Expected contiguous maxima of {expected}, got {got}.")
         if not self.is_supported(self.quantizer.scaling):
-            raise ValueError(f"Expected a scale for a few rows each, got {self.quantizer}.")
+            raise ValueError(f"Expected scales that a pass can use, got {self.quantizer}.")
 
 
 class Piece(NamedTuple):
