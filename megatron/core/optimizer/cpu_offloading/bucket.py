@@ -483,7 +483,7 @@ class FsdpBucket(Bucket):
         if group.codes is None:
             return
 
-        # Codes of weights that were not stepped may be those of other values, loaded since.
+        # Codes of weights that were not stepped may be codes of other values, loaded since.
         encoded = [piece for piece in pieces if piece.codes is not None]
         is_whole = sum(piece.numel for piece in encoded) == sum(slot.numel for slot in self.slots)
         if encode is None or not is_whole:
@@ -494,8 +494,8 @@ class FsdpBucket(Bucket):
             return
 
         # The pass has made the codes of tiles of which this rank has all rows. Where matrices have
-        # one scale it has made all codes, which are right only if the scales were known before:
-        # those of delayed scaling, unless the pass was early or a history is empty.
+        # one scale it has made all codes, which are right only if the scales were known before, as
+        # with delayed scaling, unless the pass was early or a history is empty.
         group.combine_on_host(self._own_maxima)
         limits = group.codes.limits(self._own_maxima)
         are_known = all(
