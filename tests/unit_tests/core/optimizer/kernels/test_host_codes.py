@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import NamedTuple
 
 import pytest
@@ -321,6 +322,8 @@ def test_pieces_whose_codes_do_not_fit_are_refused(kernels: dict[str, HostAdam])
         codes._replace(shape=(250, 240)),
         codes._replace(quantizer=recipe_named("tensorwise").weight_quantizer()),
         codes._replace(quantizer=recipe_named("nvfp4").weight_quantizer()),
+        # With maxima of the same shape.
+        codes._replace(quantizer=WeightQuantizer(replace(quantizer.scaling, is_stochastic=True))),
     ]
     for codes in wrong:
         for run in (kernel.run, kernel.encode):
